@@ -25,7 +25,7 @@ from hostweave.torch.ranges import Ranges
 
 
 class Copies:
-    """Copies of tensors whose layout prevents a program from reading them in place."""
+    """Copies of tensors that a program cannot read in place."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
         self._tensors, self._block = tensors, block
@@ -33,30 +33,29 @@ class Copies:
             self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
-        """Updates all copies. Every call needs this update, because torch's version counter misses some writes. `stream` is the stream on
-        which a graph will be launched."""
+        """Updates all copies, before every call, because torch's version counter misses some writes. `stream` is that of a launch."""
         for name, tensor in self._tensors.items():
             with on_stream(stream, tensor):
                 self.blocks[name].copy_(self._block(name, tensor))
 
 
 def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Makes the stream of a launch the current stream, if one is given."""
+    """Makes `stream`, if given, the current stream."""
     if stream is None or tensor.device.type == "cpu":
         return nullcontext()
     try:
         return library_of(tensor).on_stream(handle_of(stream), tensor.device.index)
-    except TypeError:  # not a stream: the launch raises an error
+    except TypeError:  # the launch raises an error
         return nullcontext()
 
 
 class ProgramPart:
-    """A program, and the module's tensors that it reads. A call passes all other inputs by name.
+    """A program with the module's tensors bound. A call passes all other inputs by name.
 
-    `numbers` maps inputs of the program to indices of arguments of the joint graph, which has the forward and the backward pass.
+    `numbers` maps inputs of the program to indices of arguments of the joint graph.
 
-    A program cannot read a block of columns in place, because such a block is not contiguous. If each rank of a group has the whole
-    tensor, the program reads the whole tensor and slices it.
+    A block of columns is not contiguous, so a program cannot read it in place. If each rank of a group has the whole tensor, the program
+    reads this tensor and slices it.
     """
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
@@ -64,15 +63,15 @@ class ProgramPart:
         self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in graph.donated}
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
-        self._bound: dict[int | None, tuple[Program, Copies]] = {}  # keyed by the rank in the group; None if all ranks are in this process
-        self.ranges: Ranges[ProgramPart] | None = None  # further parts, if sizes are known only when the program runs
+        self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank in the group; None if all ranks are in this process
+        self.ranges: Ranges[ProgramPart] | None = None  # further parts, if sizes are unknown at compile time
 
     def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:
-        """Returns the part that computes a call. The part may be compiled for a range that contains the sizes of the call."""
+        """This part, or a part that is compiled for the sizes of the call."""
         return (self.ranges and self.ranges.part(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
-        """Returns the values of the graph: blocks of this rank in a group, otherwise global tensors."""
+        """Values of the graph: this rank's blocks in a group, otherwise global tensors."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
         copies.renew()
@@ -87,7 +86,7 @@ class ProgramPart:
         """Values that the graph returns: results of the program, constants, and values such as None."""
         known, results = self.graph.constants, iter(made if isinstance(made, tuple) else (made,))
 
-        def value(node: Any) -> Any:  # results are taken in order, not by node: a node may be returned twice, with different shardings
+        def value(node: Any) -> Any:  # in order, not by node, because a node may be returned twice, with different shardings
             if not isinstance(node, Node):
                 return node
             return known[node] if node in known else next(results)
@@ -95,18 +94,18 @@ class ProgramPart:
         return list(map(value, self.graph.returned))
 
     def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Copies]:
-        """Captures a call of this rank as a CUDA graph. Also returns the copies that the graph reads."""
+        """Captures a call as a CUDA graph. Also returns the copies that the graph reads."""
         program, copies = self._bound.get(group.rank) or self._bind(group.rank)
         copies.renew()
         given: dict[str, Any] = {**arrays}
         return program.capture(**given, group=group), copies
 
     def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Returns the inputs of this program by name, from the arguments of the joint graph."""
+        """Inputs of this program by name, from the arguments of the joint graph."""
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """Binds the tensors that the program reads in place, and in a group copies of the others. Returns program and copies."""
+        """Binds the tensors that the program reads in place and, in a group, copies of the others. Returns program and copies."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])
@@ -126,7 +125,7 @@ class ProgramPart:
         return block_of(held, rank, self.graph.input_types[name], self.graph.mesh)  # type: ignore[no-any-return]
 
     def _columns(self, graph: Graph) -> list[str]:
-        """Names of contiguous tensors that each rank has as a whole, but whose blocks are not contiguous."""
+        """Names of contiguous whole tensors whose blocks are not contiguous."""
         ranks, types, found = range(graph.mesh.size), graph.input_types, []
         for name, tensor in self.tensors.items():
             held: Any = tensor.detach()
@@ -136,7 +135,7 @@ class ProgramPart:
         return found
 
     def _lies_ready(self, name: str, held: torch.Tensor, block: torch.Tensor, rank: int | None) -> bool:
-        """True if the program can read the tensor's own memory, and therefore sees later writes."""
+        """True if the program can read the tensor in place, and so sees later writes."""
         if not block.is_contiguous() or (rank is None and isinstance(held, DTensor)):
             return False
         ranks = range(self.graph.mesh.size) if rank is None else ()

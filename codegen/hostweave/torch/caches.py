@@ -1,5 +1,5 @@
-"""Caches of transformers as arguments of a compiled module. The tensors of a cache are inputs of the program. All other attributes must
-have the same values as at compile time."""
+"""Caches of transformers as arguments of a compiled module. Their tensors are inputs of the program. All other attributes must have the
+values that they had at compile time."""
 
 import sys
 import weakref
@@ -16,7 +16,7 @@ from hostweave.torch.replaced import replaced
 
 
 class Form:
-    """A cache without its tensors. A program that was compiled for one cache accepts every cache of an equal form."""
+    """A cache without its tensors. A program accepts all caches of equal form."""
 
     def __init__(self, cache: Any):
         self.classes: tuple[Any, ...] = (type(cache), *map(type, cache.layers))
@@ -35,7 +35,7 @@ class Form:
 
     @property
     def names(self) -> list[str]:
-        """A name for each tensor, such as `keys_3` for the keys of layer 3."""
+        """Names of the tensors, such as `keys_3` for the keys of layer 3."""
         held = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         of: dict[int, str] = {}
         for number, state in enumerate(held):
@@ -102,7 +102,7 @@ def _not_loaded(_: str) -> Any:
 
 
 def has_tensors(cache: Any) -> bool:
-    """True if a layer has tensors with at least one dim. The first call with a cache allocates the cache's tensors."""
+    """True if the tensors of a cache are allocated, as they are in the first call."""
     return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in pytree.tree_leaves([vars(one) for one in cache.layers]))
 
 
@@ -112,23 +112,23 @@ def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
 
 
 def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
-    """Returns a cache of zeros with the global sizes of a rank's cache. `whole` maps the name of each tensor to its global sizes, with 0
-    for dims that are not sharded."""
+    """A cache of zeros with the global sizes of a rank's cache. `whole` has the global sizes of each tensor, with 0 for dims that are not
+    sharded."""
     tensors, form = _flat(cache)
     sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
     return form.cache([tensor.new_zeros(shape) for tensor, shape in zip(tensors, sizes, strict=True)])
 
 
 class Snapshot:
-    """Attributes of a cache and of its layers at one point in time. The contents of tensors are not copied."""
+    """Attributes of a cache and of its layers at one point in time, without the contents of tensors."""
 
     def __init__(self, cache: Any):
         self._held, self._last = _held(cache), list[dict[str, Any]]()
 
     def equals(self, cache: Any) -> bool:
-        """True if the cache's tensors have the same memory, shapes and dtypes, and its other values are unchanged."""
+        """True if the tensors have the same memory, shapes and dtypes, and other values are unchanged."""
         states = [vars(cache), *map(vars, cache.layers)]
-        if len(states) == len(self._last) and all(map(_is_identical, states, self._last)):  # the usual case, compared in C
+        if len(states) == len(self._last) and all(map(_is_identical, states, self._last)):  # fast path, in C
             return True
         if len(states) != len(self._held) or not all(map(_holds, states, self._held)):
             return False
@@ -149,17 +149,15 @@ def _is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, dict) and isinstance(before, dict):
         return now.keys() == before.keys() and _holds(now, before)
-    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a call may replace tensor objects, but not their memory
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a call may replace tensor objects in place
         return (now.data_ptr(), now.shape, now.dtype) == (before.data_ptr(), before.shape, before.dtype)
     return type(now) is type(before) and bool(now == before)
 
 
 class Kept:
-    """Keeps the tensors of a cache for the next cache with the same sizes. A CUDA graph that was captured with these tensors can then be
-    reused.
+    """Keeps the tensors of a cache for the next cache of the same sizes, so that a CUDA graph with these tensors can be reused.
 
-    `empty` is the form of the cache before its tensors were allocated. `allocated` is its form afterwards. `sizes` are the values that
-    determine the sizes of the tensors.
+    `empty` and `allocated` are the forms of the cache before and after its tensors were allocated. `sizes` is a key of their sizes.
     """
 
     def __init__(self, cache: Any, empty: Form, allocated: Form, sizes: object):
@@ -167,7 +165,7 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Sets the tensors to 0 and stores them in a cache. Returns False if another cache uses them, or if they do not fit."""
+        """Gives a cache the tensors, with zeros. Returns False if another cache uses them, or if they do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:
@@ -179,8 +177,7 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Copies the attributes of returned cache layers to the given caches with layers of the same classes. A call of the original module
-    would change these attributes."""
+    """Copies the attributes of returned cache layers to the given caches, because a call of the original module would change these."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:
@@ -193,8 +190,8 @@ Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # (index of a laye
 
 
 def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Requests:
-    """Records the arguments with which a module asks the layers of a cache to allocate tensors. `run(trial, fake)` calls the module.
-    `trial` is a copy of the cache, and `fake` converts other arguments to fake tensors."""
+    """Records the arguments with which a module makes the layers of a cache allocate tensors. `run(trial, fake)` calls the module with a
+    copy of the cache, and with other arguments as fake tensors."""
     trial, asked = deepcopy(cache), Requests()
     for number, layer in enumerate(trial.layers):
 
@@ -203,7 +200,7 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
             own(*args, **kwargs)
 
         layer.lazy_initialization = note
-    # Modules use other ops under torch.export. The replacement selects these ops, which fake tensors support.
+    # Modules use other ops under torch.export, which fake tensors support.
     with replaced((torch.compiler, "is_compiling", lambda: True)), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     return asked

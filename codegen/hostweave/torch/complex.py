@@ -1,4 +1,4 @@
-"""Converts complex numbers of a graph to pairs of real numbers, and Fourier transforms to matmuls."""
+"""Converts complex numbers to pairs of real numbers, and Fourier transforms to matmuls."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,24 +21,21 @@ aten = torch.ops.aten
 
 
 class Pair(NamedTuple):
-    """The real part and the imaginary part of a complex tensor."""
-
     re: Any
     im: Any
 
 
 def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    """Replaces complex ops of a program by real ops. Arguments and results of the program stay the same: a complex result is computed by
-    an op `hostweave.complex`.
+    """Replaces complex ops of a program by real ops. An op `hostweave.complex` computes each complex result of the program.
 
-    y: c64[4] = mul(a: c64[4], b: c64[4])  becomes  re: f32[4] = sub(mul(a_re, b_re), mul(a_im, b_im)), im: f32[4] = add(...)
+    y: c64[4] = mul(a: c64[4], b: c64[4]) becomes re: f32[4] = sub(mul(a_re, b_re), mul(a_im, b_im)), im: f32[4] = add(...)
     """
     nodes = list(program.graph.nodes)
     if not any(map(_makes_complex, nodes)):
         return program
     places = [node for node in nodes if node.op == "placeholder"]
     given = [node.meta["val"] for node in places]
-    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # new constants get the same fake mode
+    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # for new constants
         made = recorded(_Pairs(program.graph_module).run, given, decompositions)
     made.graph.eliminate_dead_code()
     for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):
@@ -62,7 +59,7 @@ class _Pairs(Interpreter):
         return _pair(value) if isinstance(value, torch.Tensor) and value.is_complex() else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        target = aten.reshape.default if target is aten.view.default else target  # view() may not fit the strides of the two parts
+        target = aten.reshape.default if target is aten.view.default else target  # view() may not fit the strides of the parts
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_pair)
         node = self._node
         if not any(map(_is_pair, leaves)) and not _makes_complex(node):
@@ -99,7 +96,7 @@ def _as_pair(value: Any, like: torch.Tensor | None = None) -> Pair:
     return Pair(value, torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0)
 
 
-# Ops that apply to the real and the imaginary part separately.
+# Ops that apply to both parts separately.
 _WORDS = """
 view reshape _unsafe_view permute transpose t expand slice select unsqueeze squeeze cat stack clone alias detach contiguous index
 index_select gather roll flip split split_with_sizes unbind sum mean cumsum as_strided lift_fresh_copy repeat flatten unflatten diagonal
@@ -109,7 +106,7 @@ _OF_PARTS = set(_WORDS.split())
 
 
 def _by_parts(target: Any, args: Any, kwargs: Any) -> Any:
-    tensors = pytree.tree_map_only(torch.Tensor, _as_pair, args[0], is_leaf=_is_pair)  # a list may have both real and complex tensors
+    tensors = pytree.tree_map_only(torch.Tensor, _as_pair, args[0], is_leaf=_is_pair)  # a list may have real and complex tensors
     kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
 
     def of_part(part: int) -> Any:
@@ -144,7 +141,7 @@ def _mul(a: Any, b: Any) -> Any:
 
 
 def _reciprocal(x: Pair) -> Pair:
-    """Computes 1 / x. First divides x by the larger magnitude of its two parts, so that squares do not overflow."""
+    """1 / x. First divides x by the larger magnitude of its parts, so that squares do not overflow."""
     scale = torch.maximum(x.re.abs(), x.im.abs())
     re, im = x.re / scale, x.im / scale
     norm = (re * re + im * im) * scale
@@ -219,7 +216,7 @@ def _same(is_equal: bool) -> Callable[..., Any]:
 
 
 def _waves(rows: int, columns: int, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [rows, columns] of the angles 2 pi row column / size, as constants of the program."""
+    """Cosines and sines [rows, columns] of the angles 2 pi row column / size."""
     places = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device) % size
     angles = places.to(torch.float64) * (2 * math.pi / size)
     return torch.cos(angles).to(like.dtype), torch.sin(angles).to(like.dtype)
@@ -235,7 +232,7 @@ def _along(x: Any, dim: int, matrix: torch.Tensor) -> Any:
 
 
 def _transformed(x: Pair, dim: int, sign: int) -> Pair:
-    """Fourier transform along a dim. Element k is the sum over j of x[j] exp(sign 2 pi i j k / size)."""
+    """Fourier transform: element k is the sum over j of x[j] exp(sign 2 pi i j k / size)."""
     size = x.re.shape[dim]
     cos, sin = _waves(size, size, size, x.re)
     re, im = (Pair(_along(part, dim, cos), _along(part, dim, sin)) for part in x)
@@ -260,7 +257,7 @@ def _r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Pai
 
 
 def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
-    """Inverse transform with a real result. x has the first half of the terms, and the other terms are conjugates of them."""
+    """Inverse transform with a real result. x has the first half of the terms; the others are their conjugates."""
     x, (*others, last) = _as_pair(x), dims
     scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
     for dim in others:

@@ -13,15 +13,14 @@ from hostweave.types.tensor import bind_sizes, global_shape, local_outputs
 
 
 def as_torch_op(program: Program, name: str) -> Any:
-    """Registers a program as the custom op `name`, such as "mylib::mlp", and returns the op. The arguments of the op are
-    the program's inputs in order.
+    """Registers a program as the custom op `name`, such as "mylib::mlp", and returns the op. The arguments of the op are the program's
+    inputs in order.
 
-    The op has a fake kernel, so it works under torch.compile(fullgraph=True), torch.export and make_fx, and in CUDA graphs. In a process
-    that is a rank of a group, a call runs that rank, like `program(...)`. Otherwise a call runs all ranks in this process, like
-    `program.run(...)`. The op has no gradient. Use torch.library.register_autograd to attach a program that computes gradients.
+    The op works under torch.compile(fullgraph=True), torch.export and make_fx, and in CUDA graphs. In a process that is a rank of a group,
+    a call runs this rank, like `program(...)`. Otherwise a call runs all ranks in this process, like `program.run(...)`. The op has no
+    gradient. Use torch.library.register_autograd to attach a program that computes gradients.
 
-    Raises ArgumentError if `program` is not a compiled program, or donates inputs. Raises ArgumentError if the name has no namespace or is
-    taken.
+    Raises ArgumentError if `program` is not a compiled program, or donates inputs, or if the name has no namespace or is taken.
 
     Example: `mlp = hostweave.torch.as_torch_op(program, "mylib::mlp")`, then `y = torch.compile(lambda x, w: mlp(x.relu(), w))(x, w)`.
     """

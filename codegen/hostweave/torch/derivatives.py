@@ -1,6 +1,5 @@
-"""Differentiates repeated layers once. AOTAutograd traces the first of several equal layers. Every later layer is one op, and so is its
-derivative. After the trace, copies of the first layer's nodes replace these ops. Layers are equal if they compute the same function, and
-the same arguments require grad."""
+"""Differentiates equal layers once. AOTAutograd traces the first layer. Each later layer is one op, and so is its derivative. Then copies
+of the first layer's nodes replace these ops. Layers are equal if they compute the same function, and the same arguments require grad."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,12 @@ from hostweave.torch.repeats import Traced
 class _FirstDerivative:
     layer: Traced
     derivative: Traced
-    differentiable: list[int] = field(default_factory=list)  # indices of the results that have gradients
-    reached: list[int] = field(default_factory=list)  # indices of the arguments on which these results depend differentiably
+    differentiable: list[int] = field(default_factory=list)  # indices of results
+    reached: list[int] = field(default_factory=list)  # indices of arguments on which these results depend
 
 
 class Derivatives:
-    """Traced layers of a graph. `firsts` is cleared before each trace, because AOTAutograd traces a graph twice."""
+    """Repeated layers of a graph. `firsts` is cleared before each trace, because AOTAutograd traces a graph twice."""
 
     def __init__(self, outer: Graph):
         layers = (layer for layer in repeated_layers(outer) if all(map(_is_tensor, (*layer.arguments, *layer.results))))
@@ -31,7 +30,7 @@ class Derivatives:
         self.firsts: dict[object, _FirstDerivative] = {}
 
     def results(self, layer: Layer, taken: Sequence[torch.Tensor], compute: Callable[..., list[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Computes the results of a layer for these arguments, and records how to differentiate them."""
+        """Results of a layer for the arguments `taken`. Records how to differentiate them."""
         key = id(layer.like), tuple(one.requires_grad for one in taken)
         if first := self.firsts.get(key):
 
@@ -78,10 +77,10 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op that replaces a layer, or marks its start or end. `derivative` is the op of the backward pass. The derivative reads the
-    gradients of the results with indices `given`, and returns the gradients of the arguments with indices `made`."""
+    """An op that replaces a layer, or marks its start or end. The op `derivative` reads the gradients of results `given`, and returns those
+    of arguments `made`."""
 
-    op: Callable[[list[Any], int], Any]  # takes tensors, and the number of the traced layer
+    op: Callable[[list[Any], int], Any]  # (tensors, number of the traced layer)
     derivative: Callable[[list[Any], int], Any]
     first: _FirstDerivative
     given: list[int]

@@ -1,7 +1,6 @@
-"""Modules that torch.distributed prepared with `parallelize_module` and then `fully_shard`.
+"""Modules that `parallelize_module` or `fully_shard` of torch.distributed prepared.
 
-Hooks of torch.distributed gather and cast DTensors. A compiled program contains these gathers and casts, so the hooks are disabled while a
-module is exported.
+Their hooks gather and cast DTensors. A compiled program has these gathers and casts, so the hooks are disabled during an export.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from torch.utils import _pytree as pytree
 from hostweave.base.errors import ProgramError
 from hostweave.types.mesh import Mesh
 
-_OURS = -1  # key of a hook that replaces a hook of fully_shard; keys of torch begin with 0
+_OURS = -1  # key of our hooks; keys of torch begin with 0
 
 
 def states(module: nn.Module) -> dict[str, Any]:
@@ -29,7 +28,7 @@ def states(module: nn.Module) -> dict[str, Any]:
 
 
 def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
-    """Mesh axes over which `fully_shard` shards or replicates parameters. Empty if the module was not prepared by `fully_shard`."""
+    """Mesh axes over which `fully_shard` shards or replicates parameters, or ()."""
     found: dict[tuple[str, ...], str] = {}
     for path, state in states(module).items():
         for group in state._fsdp_param_groups:
@@ -47,10 +46,8 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
 
 
 def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
-    """Repeats the rows of each argument `count` times, as if the argument had the rows of all ranks. Also returns the number of all rows.
-
-    Rows are the first dim of the first tensor. Tensors whose first dim has another size are not changed.
-    """
+    """Repeats the rows of arguments `count` times, in place of the rows of all ranks. Also returns the number of rows. Rows are the first
+    dim of the first tensor, and of tensors of the same first size."""
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
     return [torch.cat([leaf] * count) if has_rows(leaf, rows) else leaf for leaf in leaves], rows * count
 
@@ -64,10 +61,9 @@ def has_rows(leaf: Any, rows: int) -> bool:
 
 @contextmanager
 def on_global_tensors(module: nn.Module) -> Iterator[None]:
-    """Replaces DTensors of the module by fake tensors with their global shapes, inside the `with` block. Disables the forward hooks of
-    torch.distributed.tensor and of fully_shard.
+    """Replaces DTensors of the module by fake tensors of global shape, and disables the forward hooks of torch.distributed.
 
-    Floating-point parameters get the `param_dtype` of their MixedPrecisionPolicy. Arguments and results are cast as the policy says.
+    Parameters, arguments and results get the dtypes of the MixedPrecisionPolicy.
     """
     mode, stand_ins, dtypes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor](), _dtypes(module)
     with ExitStack() as stack:
@@ -91,7 +87,7 @@ def on_global_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    """Restores the earlier hooks in their order, followed by hooks that were added since."""
+    """Restores the earlier hooks, before hooks that were added since."""
     now = {**before, **hooks}
     hooks.clear()
     hooks.update(now)
@@ -104,7 +100,7 @@ def _stand_in(tensor: Any, mode: FakeTensorMode, dtype: torch.dtype) -> Any:
 
 
 def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """Maps the id of each parameter that `fully_shard` casts to the dtype of its uses."""
+    """Maps ids of parameters that `fully_shard` casts to the dtype of their uses."""
     found = {}
     for state in states(module).values():
         dtype = state._mp_policy.param_dtype
@@ -114,7 +110,7 @@ def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 
 
 def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
-    """Casts arguments and results of a module according to its policy, until the stack is closed."""
+    """Casts arguments and results of a module as its policy says, until the stack is closed."""
     if policy.param_dtype and policy.cast_forward_inputs:
         part._forward_pre_hooks[_OURS] = _casts(policy.param_dtype)[0]
         part._forward_pre_hooks_with_kwargs[_OURS] = True
@@ -127,8 +123,8 @@ def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
 
 @cache
 def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that cast floats among arguments and results. Modules share one pair of hooks per dtype, because layers
-    with different hooks would not be traced as repeats."""
+    """Hooks that cast floats among arguments and results. Modules share these hooks, because layers with different hooks would not be
+    equal."""
 
     def cast(values: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
@@ -137,7 +133,7 @@ def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def cast_parameters(program: ExportedProgram, module: nn.Module) -> None:
-    """Restores the original dtypes of parameters. Inserts a cast before the first use of each parameter, in the layer of that use."""
+    """Restores the original dtypes of parameters, and casts each parameter before its first use."""
     dtypes, tensors = _dtypes(module), dict(module.named_parameters(remove_duplicate=False))
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:

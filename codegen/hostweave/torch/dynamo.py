@@ -1,4 +1,4 @@
-"""Graphs that Dynamo passes to a backend: values and source lines of nodes, unsupported nodes, and execution on global tensors."""
+"""Graphs that Dynamo passes to a backend."""
 
 from math import prod
 from typing import Any
@@ -14,7 +14,7 @@ from hostweave.torch.nodes import OF_TORCH, location
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import dtensor_axes, text_of
 
-MARK = "hostweave"  # key in the "custom" metadata of a node, which export keeps; the value names the node of Dynamo's graph
+MARK = "hostweave"  # key in the "custom" metadata of a node, which export keeps: name of the node in Dynamo's graph
 
 
 class GlobalRun(Interpreter):
@@ -26,7 +26,7 @@ class GlobalRun(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is DTensor.from_local:
             return args[0]
-        if str(target) == "tag_activation_checkpoint":  # ignored: the values to save are chosen for the whole graph
+        if str(target) == "tag_activation_checkpoint":  # ignored, because the min-cut partitioner chooses the values to save
             function, *given = args
             return Interpreter(function).run(*given)
         return super().call_function(target, args, kwargs)
@@ -54,7 +54,7 @@ def _as_stated(node: Any, value: Any) -> Any:
 
 
 def expect_global(graph: GraphModule) -> None:
-    """Refuses ops on local parts of DTensors, because local parts differ between ranks."""
+    """Refuses ops on local parts of DTensors, because these differ between ranks."""
     for node in graph.graph.nodes:
         if node.op == "call_method" and node.target == "to_local":
             made = node.args[0].meta["example_value"]
@@ -109,7 +109,7 @@ def refused_nodes(why: str, nodes: list[Any]) -> ProgramError:
 
 
 def nodes_of(graph: GraphModule, error: ProgramError) -> dict[Node, str]:
-    """Maps unsupported nodes to the reason: nodes that an error names, and nodes of the same source line with the same op."""
+    """Maps unsupported nodes to the reason: the nodes of an error, and those with the same op and source line."""
     marks = {(node.meta.get("custom") or {}).get(MARK, node.name) for node in getattr(error, "nodes", ())}
     calls = [node for node in graph.graph.nodes if node.op.startswith("call_")]
     found = [node for node in calls if node.name in marks]

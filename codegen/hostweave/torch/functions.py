@@ -1,7 +1,5 @@
-"""Functions of torch on tensors of a fusion: a fusion may call `torch.relu(x)` or `torch.nn.functional.silu(x)`. A call is recorded as ATen
-ops on tensors without memory. The same table as for modules translates these ops. During the recording, multiples of large primes represent
-sizes that are known only when the program runs.
-"""
+"""Functions of torch on tensors of a fusion, such as `torch.relu(x)`. A call is recorded as ATen ops on "meta" tensors, which the table
+`aten` translates. In the recording, multiples of large primes represent unknown sizes."""
 
 import operator
 import re
@@ -25,7 +23,7 @@ from hostweave.torch.graph import is_known, recorded
 from hostweave.torch.nodes import op_of
 
 _TORCH = str(Path(torch.__file__).parent)
-_SMOOTH = 48  # an unknown size is represented by _SMOOTH times a prime, so that it is divisible by 2, 3, 4, 6, 8, ...
+_SMOOTH = 48  # factor of numbers for unknown sizes, so that they are divisible by 2, 3, 4, 6, 8, ...
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 _TAKE_SIZES = (
     "slice",
@@ -36,7 +34,7 @@ _TAKE_SIZES = (
     "expand",
     "_unsafe_view",
     "reshape",
-)  # ops that may have an unknown size as argument, because their table entries read the shape of the result, not the argument
+)  # unknown sizes may be arguments of these ops, whose entries read the shape of the result instead
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -59,7 +57,7 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Sizes:
-    """Numbers that represent unknown sizes of a call's tensors."""
+    """Numbers that represent unknown sizes."""
 
     def __init__(self, name: str, tensors: Sequence[hw.Tensor]):
         symbols = sorted({symbol for x in tensors for dim in x.type.dims for symbol in dim.size.symbols})
@@ -74,14 +72,14 @@ class _Sizes:
         return [dim.size.bind(self._numbers) for dim in x.type.dims]
 
     def shape(self, value: Any) -> tuple[int | str, ...]:
-        """Shape of a recorded value, with unknown sizes instead of the numbers that represent these sizes."""
+        """Shape of a recorded value, with sizes in place of numbers."""
         return tuple(map(self._text, value.shape))
 
     def in_words(self, text: str) -> str:
         return re.sub(r"\d+", lambda number: str(self._known.get(int(number[0]), number[0])), text)
 
     def is_number_of(self, value: Any) -> bool:
-        """True if a Python number was computed from a number that stands for an unknown size."""
+        """True if a Python number was computed from an unknown size."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not value or value != value or abs(value) == float("inf"):
             return False
         return any(abs(one) >= _PRIMES[0] and round(one) % prime == 0 for one in (value, 1 / value) for prime in self._primes.values())
@@ -143,7 +141,7 @@ def _refused(name: str, why: str) -> ProgramError:
 
 
 def _name(function: Any) -> str:
-    """Name of a function as the user writes it, such as torch.relu or torch.nn.functional.silu."""
+    """Name for the user, such as torch.relu or torch.nn.functional.silu."""
     name = getattr(function, "__name__", str(function))
     functional = getattr(torch.nn.functional, name, None)
     module = "torch.nn.functional" if functional is function and not hasattr(torch, name) else "torch"

@@ -1,4 +1,4 @@
-"""Detects most changes of a module's tensors that a compiled program would not see, such as a replaced parameter."""
+"""Detects most changes of tensors that a compiled program does not see, such as a new parameter."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from hostweave.types.tensor import TensorType
 
 
 class Held:
-    """Tensors of a module that a program reads in place. The program sees writes to these tensors, but not their replacement."""
+    """Tensors that a program reads in place. The program sees writes to them, but not other tensors in their place."""
 
     def __init__(self, module: nn.Module, paths: Iterable[str]):
         found = {path: place_of(module, path) for path in paths}
@@ -34,8 +34,8 @@ class Held:
 
 
 class Folded:
-    """Tensors that were read at compile time only. The program contains values that were computed from these tensors. Writes to inference
-    tensors and writes through `.data` change no version counter. Such writes alone are not noticed."""
+    """Tensors from which values in the program were computed at compile time. Writes to inference tensors, and writes through `.data`, are
+    not noticed, because they change no version counter."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
@@ -64,7 +64,7 @@ def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
 
 
 def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
-    """Returns the dict that contains a tensor, its key in the dict, and the tensor. Reading the dict is faster than getattr."""
+    """The dict that has a tensor, the key, and the tensor. Reading the dict is faster than getattr."""
     parent, _, key = path.rpartition(".")
     owner, tensor = module.get_submodule(parent), tensor_of(module, path)
     held = next(one for one in (owner._parameters, owner._buffers, vars(owner)) if one.get(key) is tensor)
@@ -72,13 +72,13 @@ def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torc
 
 
 def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
-    """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes to the tensor change neither the address nor the dtype."""
+    """Address and dtype of a tensor, or of this rank's part of a DTensor."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.data_ptr(), own.dtype
 
 
 def block_of(tensor: Any, rank: int | None, type: TensorType, mesh: Mesh) -> Any:
-    """The block of a rank of the group. The whole tensor if `rank` is None, because all ranks are then in this process."""
+    """Block of a rank of the group, or the whole tensor if `rank` is None, because all ranks are in this process."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return tensor.full_tensor() if rank is None else tensor.to_local()
@@ -86,7 +86,7 @@ def block_of(tensor: Any, rank: int | None, type: TensorType, mesh: Mesh) -> Any
 
 
 def placed_like(parameter: Any, block: Any) -> Any:
-    """Makes a rank's block a DTensor with the layout of the parameter, if the parameter is a DTensor."""
+    """Makes a rank's block a DTensor like the parameter, if that is one."""
     if not isinstance(parameter, DTensor) or block is None:
         return block
     layout, shape, stride = (parameter.device_mesh, parameter.placements), parameter.shape, parameter.stride()
@@ -96,5 +96,5 @@ def placed_like(parameter: Any, block: Any) -> Any:
 def _is_tensor(module: nn.Module, path: str) -> bool:
     try:
         return isinstance(tensor_of(module, path), torch.Tensor)
-    except AttributeError:  # a constant of the graph, which is no attribute of the module
+    except AttributeError:  # a constant of the graph
         return False

@@ -1,8 +1,7 @@
 """The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
-While a layer is traced, `Part` replaces `cache.layers` by a watched list, and an `Index` replaces the layer's `layer_idx`. The list records
-if the layer may have used the state of other layers. The `Index` records comparisons and other uses of the index, because the index of
-another layer may differ.
+While a layer is traced, a list that records uses of other layers replaces `cache.layers`, and an `Index` that records its uses replaces
+`layer_idx`. Equal layers differ in their indices.
 """
 
 import operator
@@ -17,11 +16,11 @@ from torch.utils import _pytree as pytree
 
 from hostweave.torch.state import NUMBERS, is_same
 
-INDEX = "layer_idx"  # attribute of a module of transformers: the index of its layer in a cache
+INDEX = "layer_idx"  # attribute of modules of transformers: index of the layer in a cache
 
 
 class Index:
-    """An int that records how it is used. `equals` returns True if the recorded uses have the same results with another int."""
+    """An int that records its uses."""
 
     __class__: type = int
 
@@ -29,12 +28,11 @@ class Index:
         self.value, self.is_read, self._compared = value, False, list[tuple[str, Any, Any]]()
 
     def read(self) -> int:
-        """Returns the int, and records that its value was used."""
         self.is_read = True
         return self.value
 
     def equals(self, other: int) -> bool:
-        """True if all recorded comparisons have the same result with another int. After any other use the ints must be equal."""
+        """True if all recorded comparisons have the same result with another int. After any other use, the ints must be equal."""
         if self.is_read:
             return self.value == other
         return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)
@@ -53,7 +51,7 @@ def _compares(name: str) -> Callable[[Index, Any], Any]:
 def _reads(name: str) -> Callable[..., Any]:
     if hasattr(operator, name):
         return lambda index, *operands: getattr(operator, name)(index.read(), *operands)
-    if hasattr(operator, f"__{name[3:]}"):  # an operator whose second operand is the index
+    if hasattr(operator, f"__{name[3:]}"):  # the index is the second operand
         return lambda index, operand: getattr(operator, f"__{name[3:]}")(operand, index.read())
     return lambda index, *operands: getattr(index.read(), name)(*operands)
 
@@ -70,7 +68,7 @@ def is_cache(value: Any) -> bool:
 
 
 class _Layers:
-    """The layers of a cache. Sets `others` to True if any layer other than `own` may have been used."""
+    """The layers of a cache. `others` becomes True if another layer than `own` may have been used."""
 
     def __init__(self, layers: list[Any], own: int | None):
         self._layers, self._own, self.others = layers, own, False
@@ -96,12 +94,12 @@ class _Layers:
 class LayerState(NamedTuple):
     leaves: list[Any]
     spec: Any
-    sources: list[int]  # for each tensor in `leaves`: index in [*tensors before the call, *results]
-    written: dict[int, int]  # index of a written tensor before the call -> index of its new contents in the results
+    sources: list[int]  # for each tensor in `leaves`, index in [*tensors before the call, *results]
+    written: dict[int, int]  # index of a tensor before the call -> index of its new contents in the results
 
 
 class Part:
-    """The part of a cache that a layer of a model may use: the state of one cache layer, and attributes of the cache itself."""
+    """The part of a cache that a layer of a model may use: one cache layer, and attributes of the cache."""
 
     def __init__(self, cache: Any, layer: nn.Module):
         indices = {vars(part)[INDEX] for part in layer.modules() if type(vars(part).get(INDEX)) is int}
@@ -117,7 +115,7 @@ class Part:
         return {name: value for name, value in vars(self._cache).items() if name != "layers"}
 
     def key(self) -> object | None:
-        """Key that is equal for parts of equal form. None if the part contains one tensor twice, or an object that cannot be compared."""
+        """Key of the form. None if the part has a tensor twice, or an object that cannot be compared."""
         of = None if self._own is None else type(self._layers[self._own])
         leaves = described([*self._leaves, *self._attributes.values()])
         is_apart = len({id(tensor) for tensor in self.tensors}) == len(self.tensors)
@@ -126,7 +124,7 @@ class Part:
 
     @contextmanager
     def lent(self, begun: list[torch.Tensor]) -> Iterator[None]:
-        """Replaces the tensors of the state by `begun`, and records uses of other cache layers. Restores the state if the block raises."""
+        """Replaces the tensors of the state by `begun`, and watches uses of other cache layers. Restores the state after an error."""
         self._begun = [(tensor, tensor._version) for tensor in begun]
         self._state.update(with_tensors(self._leaves, self._spec, begun))
         vars(self._cache)["layers"] = self._watched
@@ -139,7 +137,7 @@ class Part:
             vars(self._cache)["layers"] = self._layers
 
     def after(self, made: list[torch.Tensor]) -> tuple[LayerState, str]:
-        """Returns the state after a call, and why equal layers cannot reuse the trace, or "". Adds new and written tensors to `made`."""
+        """State after a call, and the reason why equal layers cannot reuse the trace, or "". Adds new and written tensors to `made`."""
         leaves, spec = flat(dict(self._state))
         before = {id(tensor): number for number, (tensor, _) in enumerate(self._begun)}
         written = {number: tensor for number, (tensor, version) in enumerate(self._begun) if tensor._version != version}
@@ -156,7 +154,7 @@ class Part:
         return LayerState(leaves, spec, sources, dict(zip(written, count(len(made) - len(written)), strict=False))), why
 
     def put(self, state: LayerState, made: Sequence[torch.Tensor]) -> None:
-        """Sets the state of the cache to the state after a call. Copies new contents into the memory of written tensors."""
+        """Changes the cache to the state after a call. Writes new contents in place."""
         for number, result in state.written.items():
             self.tensors[number].copy_(made[result])
         known = [*self.tensors, *made]
@@ -170,7 +168,7 @@ def flat(values: Any) -> tuple[list[Any], Any]:
 
 
 def with_tensors(leaves: Sequence[Any], spec: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Restores the structure that `flat` flattened, with other tensors."""
+    """Inverse of `flat`, with other tensors."""
     given = iter(tensors)
     return pytree.tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
@@ -180,8 +178,7 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a number or SymInt. None if there are other
-    objects."""
+    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a number. None for other objects."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 
@@ -195,5 +192,5 @@ def _described(leaf: Any) -> tuple[object, ...] | None:
 
 
 def _size(size: Any) -> Any:
-    """Converts a size to its expression. Comparing symbolic sizes themselves would make torch add a guard."""
+    """The expression of a size, because torch would add a guard for a comparison of symbolic sizes."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -23,8 +23,8 @@ from hostweave.torch.nodes import is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module, with consecutive nodes. `arguments` are values of other nodes that the module reads. `results` are the
-    module's values that other nodes read or that the graph returns."""
+    """A repeated module with consecutive nodes. It reads `arguments` of other nodes. Other nodes read `results`, or the graph returns
+    them."""
 
     path: str
     name: str
@@ -32,23 +32,23 @@ class Layer:
     arguments: list[Node]
     results: list[Node]
     like: Layer | None = None  # the first of the equal layers
-    chain: list[Node | None] = field(default_factory=list)  # for each argument, the result that the next layer gets as this argument
+    chain: list[Node | None] = field(default_factory=list)  # for each argument, the result that is this argument of the next layer
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
-        """Pairs each argument with an entry of the first layer's `chain`: the result that the next layer gets there, or None."""
+        """Pairs each argument with the first layer's entry in `chain`."""
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
     def written(self, graph: Graph) -> dict[int, int]:
-        """Maps the index of each written argument to the index of the result that is its new value."""
+        """Maps indices of written arguments to indices of the results that are their new values."""
         places = {node: number for number, node in enumerate(self.results)}
         pairs = ((number, graph.written.get(argument)) for number, argument in enumerate(self.arguments))
         return {number: places[value] for number, value in pairs if value in places}
 
 
 def repeated_layers(graph: Graph) -> list[Layer]:
-    """Returns the modules of lists, such as `layers.0`, that have consecutive nodes and the same `_signature` as another such module."""
+    """Modules of lists, such as `layers.0`, that have consecutive nodes and the same `_signature` as another such module."""
     paths = paths_of_layers(graph.nodes, derived_apart=bool(graph.update))
     graph.nodes = _together(graph.nodes, paths)
     grouped: dict[Path, list[Node]] = {}
@@ -59,7 +59,7 @@ def repeated_layers(graph: Graph) -> list[Layer]:
     layers, firsts = [], dict[object, Layer]()
     for path, nodes in grouped.items():
         if position[nodes[-1]] - position[nodes[0]] != len(nodes) - 1:
-            continue  # nodes of other modules are between the nodes of this module
+            continue  # nodes of other modules are between
         layer = _layer(graph, path, nodes)
         layer.like = firsts.setdefault(_signature(graph, layer), layer)
         layers.append(layer)
@@ -78,13 +78,13 @@ def repeated_layers(graph: Graph) -> list[Layer]:
 
 
 def alike(layers: list[Layer]) -> list[Layer]:
-    """Selects the layers that are equal to at least one other layer."""
+    """Layers that are equal to another layer."""
     counts = Counter(id(layer.like) for layer in layers)
     return [layer for layer in layers if counts[id(layer.like)] > 1]
 
 
 class Path(NamedTuple):
-    """Path and class of a module of a list. In the graph of a whole training step, the derivative of a module has a separate Path."""
+    """Path and class of a module of a list. In a whole training step, its derivative has a separate Path."""
 
     path: str
     kind: str
@@ -92,8 +92,8 @@ class Path(NamedTuple):
 
 
 def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node, Path]:
-    """Maps nodes to the outermost list elements that contain them. A node without a module, such as a sum of gradients, belongs to the
-    module of the operand that is computed last. Nodes of `_shared` are omitted."""
+    """Maps nodes, except those of `_shared`, to the outermost list elements that contain them. A node without a module, such as a sum of
+    gradients, belongs to the module of the operand that is computed last."""
     found: dict[Node, Path] = {}
     position = {node: number for number, node in enumerate(nodes)}
     for node in nodes:
@@ -112,8 +112,8 @@ def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node
 
 
 def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
-    """Values, such as the bias of a mask, that one module computes and other modules also use. These values depend only on values outside
-    of the modules. Values of a derivative are not shared."""
+    """Values, such as the bias of a mask, that one module computes from values outside, and other modules also use. Values of a derivative
+    are not shared."""
     free, shared = set[Node](), set[Node]()
     for node in nodes:
         is_own = node in paths and node.meta.get("nn_module_stack")
@@ -131,7 +131,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts nodes so that groups are consecutive. A group is split if an outside node depends on it and it on the node."""
+    """Sorts nodes so that groups are consecutive. Splits a group if a node outside depends on it, and it on the node."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}
@@ -143,7 +143,7 @@ def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
             for key, of_key in members.items()
         }
         sorter = TopologicalSorter(before)
-        with suppress(CycleError):  # if there is a cycle, the nodes before it are still sorted
+        with suppress(CycleError):  # the nodes before a cycle are still sorted
             sorter.prepare()
         ready, sorted_ = [first[key] for key in sorter.get_ready()], list[Any]()
         heapify(ready)
@@ -172,12 +172,12 @@ def _layer(graph: Graph, of: Path, nodes: list[Node]) -> Layer:
 
 
 def snake_case(name: str) -> str:
-    """Converts the name of a class to snake case: LlamaDecoderLayer to llama_decoder_layer."""
+    """Converts LlamaDecoderLayer to llama_decoder_layer."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _signature(graph: Graph, layer: Layer) -> object:
-    """Key of a layer. Layers with equal keys can share one function."""
+    """Key of a layer: layers with equal keys can share a function."""
     number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate(layer.nodes)}
     number |= {node: f"@{i}" for i, node in enumerate(layer.arguments)}
     stated = {of: axes for of, axes in graph.layouts.outputs.items() if of.startswith(f"{layer.path}.") or of == layer.path}

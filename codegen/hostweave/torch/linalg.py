@@ -1,8 +1,7 @@
-"""ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows and columns. A factorisation has one step per
-pivot. The module `composed` uses these rules.
+"""ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows and columns, with one step per pivot.
 
-Errors are reported as by torch's ops with the suffix `_ex`: `info` is the number of the first row that fails. Larger triangular matrices
-are inverted by blocks.
+As in torch's ops with the suffix `_ex`, `info` is the number of the first row that fails. Larger triangular matrices are inverted by
+blocks.
 """
 
 import math
@@ -20,8 +19,7 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """Returns the rule of an op. The rule returns NotImplemented for complex matrices, or if `check_errors` is True. The rule also returns
-    NotImplemented unless each matrix has 1 to `rows` rows and columns at compile time."""
+    """Rule of an op. NotImplemented for complex matrices, with `check_errors`, and unless each matrix has 1 to `rows` rows and columns."""
 
     def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
@@ -33,7 +31,7 @@ def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..
 
 
 def _first(failed: list[Any]) -> Any:
-    """Number of the first step that failed, counted from 1, or 0 if no step failed."""
+    """Number of the first step that failed, counted from 1, or 0."""
     info = torch.zeros_like(failed[0], dtype=torch.int32)
     for number in range(len(failed), 0, -1):
         info = torch.where(failed[number - 1], number, info)
@@ -61,8 +59,8 @@ def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
 
 
 def _inverse(a: Any, unit: bool) -> Any:
-    """Inverts a lower triangular matrix. Each step doubles the size of the diagonal blocks that are inverted. The inverse of [[A, 0], [C,
-    B]] has the block -B^-1 C A^-1 below A^-1."""
+    """Inverts a lower triangular matrix. Each step doubles the inverted diagonal blocks: the inverse of [[A, 0], [C, B]] has the block
+    -B^-1 C A^-1 below A^-1."""
     n, rows = a.shape[-1], _rows(a)
     columns = rows.mT
     made: Any = (rows == columns).to(a.dtype)
@@ -116,8 +114,7 @@ def cholesky_inverse(a: Any, upper: bool = False) -> Any:
 
 
 def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
-    """LU factorisation. Returns L and U in one matrix, and the pivot row of each step, counted from 1. Also returns the source of each row,
-    and which steps fail."""
+    """LU factorisation: L and U in one matrix, the pivot row of each step (from 1), the source of each row, and which steps fail."""
     rows, n = _rows(a), min(a.shape[-2:])
     order = rows.expand(*a.shape[:-1], 1)
     taken, failed = [], []
@@ -143,7 +140,7 @@ def lu_factor_ex(a: Any, *, pivot: bool = True) -> Any:
 
 
 def _order_of(pivots: Any, rows: Any, undone: bool = False) -> Any:
-    """Source of each row after all row exchanges, or after these exchanges are undone. `pivots` contains the pivot row of each step."""
+    """Source of each row after all row exchanges, or after these exchanges are undone. `pivots` has the pivot row of each step."""
     order = rows.expand(*pivots.shape[:-1], *rows.shape)
     for k in reversed(range(pivots.shape[-1])) if undone else range(pivots.shape[-1]):
         chosen = pivots[..., k : k + 1].unsqueeze(-1).to(torch.int64) - 1
@@ -242,7 +239,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
 }
-# Ops that torch differentiates by its own rules. Gradients of Cholesky ops are symmetric.
+# Ops that torch's own rules differentiate: gradients of Cholesky ops are symmetric.
 DERIVED = {
     aten.linalg_cholesky_ex.default,
     aten.cholesky_solve.default,

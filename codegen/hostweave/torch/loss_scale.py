@@ -1,4 +1,4 @@
-"""Loss scaling for 16-bit gradients. Replaces the calls of `torch.amp.GradScaler` methods in a compiled training step."""
+"""Loss scaling for 16-bit gradients, in place of calls of `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.torch.updates import widened
 
-SCALE = "loss_scale"  # input of the programs: the scale, which is the gradient of the loss
+SCALE = "loss_scale"  # input: the scale, which is the gradient of the loss
 
 
 class LossScale:
-    """Wraps a GradScaler. Returns its scale, and updates the scale after each step."""
+    """Wraps a GradScaler."""
 
     def __init__(self, scaler: GradScaler, device: torch.device):
         self._scaler, self._device = scaler, device
-        self._flag = nn.Parameter(torch.zeros((), device=device))  # the parameter's gradient is inf if a gradient of the step is not finite
+        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient is inf if a gradient of the step is not finite
         self._of_flag = torch.optim.SGD([self._flag])
 
     @classmethod
     def of(cls, scaler: GradScaler | None, device: torch.device) -> LossScale | None:
-        """Wraps a GradScaler. Returns None if there is no GradScaler, or if it is disabled."""
+        """None without a GradScaler, or if it is disabled."""
         if not isinstance(scaler, GradScaler | None):
             raise ProgramError(f"scaler: {scaler!r} is not a torch.amp.GradScaler; pass one, or omit scaler=")
         return cls(scaler, device) if scaler is not None and scaler.is_enabled() else None
@@ -35,7 +35,7 @@ class LossScale:
         return scale
 
     def update(self, found: torch.Tensor) -> bool:
-        """Updates the scale after a step in which `found` gradient elements were not finite. Returns True if the step was skipped."""
+        """Updates the scale after a step with `found` gradient elements that are not finite. Returns True if the step was skipped."""
         is_skipped = bool(found > 0)
         self._flag.grad = torch.full((), float("inf") if is_skipped else 0.0, device=self._device)
         self._scaler.unscale_(self._of_flag)

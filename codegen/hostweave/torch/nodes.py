@@ -1,4 +1,4 @@
-"""Facts about the nodes of a torch.fx graph: ops, sizes, modules, source lines and names."""
+"""Facts about the nodes of a torch.fx graph."""
 
 import operator
 import re
@@ -13,7 +13,7 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.types.size import Size
 
 ATTENTION = "scaled_dot_product_attention.default"
-RESHARD = "hostweave.reshard.default"  # op by which a graph states the sharding of a value
+RESHARD = "hostweave.reshard.default"  # op that states the sharding of a value
 
 
 def op_of(node: Node) -> str:
@@ -22,12 +22,12 @@ def op_of(node: Node) -> str:
 
 
 def is_complex(node: Any) -> bool:
-    """True if a node combines the real and the imaginary part of a result. A program returns the two parts separately."""
+    """True if a node combines the real and the imaginary part of a result, which a program returns separately."""
     return isinstance(node, Node) and op_of(node) == "hostweave.complex.default"
 
 
 def is_view(node: Any) -> bool:
-    """True if a node's value is a view of its first operand, or an element of a tuple of views."""
+    """True if a node is a view of its first operand, or an element of a tuple of views."""
     if node.target is operator.getitem:
         return is_view(node.args[0])
     schema: Any = getattr(node.target, "_schema", None)
@@ -35,7 +35,7 @@ def is_view(node: Any) -> bool:
 
 
 def is_size(node: Node) -> bool:
-    """True if a node computes a size that is known only when the program runs, or a condition on such sizes."""
+    """True if a node computes a symbolic size, or a condition on symbolic sizes."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
@@ -44,7 +44,7 @@ def shape_of(value: Any) -> tuple[int | str, ...]:
 
 
 def size_of(size: int | torch.SymInt) -> int | str:
-    """Converts a size to Hostweave's form: an int, or a str such as `2*s0`."""
+    """A size as an int, or a str such as `2*s0`."""
     if isinstance(size, int):
         return size
     if free_unbacked_symbols(size):
@@ -60,19 +60,19 @@ def size_of(size: int | torch.SymInt) -> int | str:
 
 
 def modules_of(node: Node) -> list[str]:
-    """Paths of the modules in which a node was traced, outermost first. A node of a derivative has the modules of its forward node."""
+    """Paths of the modules of a node, or of its forward node, outermost first."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [path for path, _ in stack.values() if path]
 
 
-_NOTE = "Gradient addition node due to"  # torch appends this text to the line of a sum of gradients
+_NOTE = "Gradient addition node due to"  # torch appends this to the line of a sum of gradients
 
 
-OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")  # folders whose code is not the user's
+OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
 
 
 def location(node: Node) -> Location | None:
-    """The user's line that created a node: the innermost line outside of torch."""
+    """The user's line that created a node."""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not frame[0].startswith((*OF_TORCH, "<"))] or frames
     if not own:
@@ -85,7 +85,7 @@ _SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice
 
 
 def name_of_constant(node: Node) -> str:
-    """Name of a constant: the user's variable for the constant, or for a tensor with the same values, otherwise torch's name."""
+    """Name of a constant: a variable of the user for it, or torch's name."""
     of: Node = node
     while of.op == "call_function":
         line = location(of)
@@ -98,8 +98,8 @@ def name_of_constant(node: Node) -> str:
 
 
 def name_of(target: str) -> str:
-    """Converts `model.layers.3.up_proj.weight` to `model_layers_up_proj_weight_3`. The layer number comes last, so that the C++ can pass
-    equal layers as an array of structs."""
+    """Converts `model.layers.3.up_proj.weight` to `model_layers_up_proj_weight_3`. The number is last, so that equal layers can be an array
+    of structs."""
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]
     return "_".join([word for word in words if not word.isdigit()] + numbers)

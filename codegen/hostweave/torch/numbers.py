@@ -1,5 +1,5 @@
-"""Numbers that are known only when a program runs: elements that `item` reads, and numbers computed from sizes. In a graph, these numbers
-become tensors without dims."""
+"""Numbers that are unknown at compile time: elements that `item` reads, and numbers computed from sizes. They become tensors without
+dims."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def is_number(value: Any) -> bool:
 
 
 def as_tensors(graph: Graph) -> None:
-    """Replaces numbers among operands by tensors, except sizes of results. `select` by a number becomes `index` by a tensor."""
+    """Replaces numbers among operands, except sizes of results, by tensors. `select` by a number becomes `index` by a tensor."""
     made: dict[Node, Node] = {}
 
     def call(before: Node, op: Any, *args: Any, **kwargs: Any) -> Node:
@@ -84,14 +84,14 @@ def as_tensors(graph: Graph) -> None:
 
 
 def keeps_numbers(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a decomposition rule that does not decompose an op if an argument is a symbolic number."""
+    """Rule that decomposes an op only if no argument is a symbolic number."""
     return lambda *args, **kwargs: NotImplemented if any(isinstance(one, torch.SymInt) for one in args) else rule(*args, **kwargs)
 
 
 @contextmanager
 def symbolic() -> Iterator[list[Location | None]]:
-    """Changes torch for this thread, inside the `with` block: functions accept sizes that are not fixed, and brackets accept tensors
-    without dims as indices. Yields a list, to which each line that fixes a size is added."""
+    """Makes functions of torch accept symbolic sizes, and brackets accept tensors without dims as indices, in this thread. Yields a list of
+    the lines that fix a size."""
     fixed: list[Location | None] = []
 
     def guard(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ def symbolic() -> Iterator[list[Location | None]]:
 
 
 def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a variant of `__getitem__` or `__setitem__` that accepts tensors without dims as indices, and selects views as for ints."""
+    """Variant of `__getitem__` or `__setitem__` that treats tensors without dims as ints, and so selects views."""
 
     def access(x: torch.Tensor, index: Any, *value: Any) -> Any:
         items = list(index) if isinstance(index, tuple) else [index]
@@ -145,7 +145,7 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
         for item, size in zip(items, sizes, strict=True):
             if _is_scalar(item):
                 place = _read(item if isinstance(item, torch.Tensor) else torch.scalar_tensor(item, dtype=torch.int64))
-                if isinstance(place, torch.SymInt):  # so that torch traces a view; programs take negative indices, too
+                if isinstance(place, torch.SymInt):  # makes torch trace a view; programs support negative indices too
                     torch._check(place >= 0)  # type: ignore[no-untyped-call]
                 x = x.select(dim, place)
             else:
@@ -156,7 +156,7 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _narrow(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a variant of `narrow` that refuses a part that begins or ends at a value of a tensor."""
+    """Variant of `narrow` that refuses a part that begins or ends at a value of a tensor."""
 
     def narrow(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if any(_is_scalar(_read(one)) for one in (*args, *kwargs.values())):
@@ -175,7 +175,7 @@ def _read(item: Any) -> Any:
 
 
 def _is_scalar(item: Any) -> bool:
-    """True for an index that is an element of a tensor. A program reads such an index when the program runs."""
+    """True for an index that is an element of a tensor."""
     if isinstance(item, torch.SymInt):
         return bool(free_unbacked_symbols(item))
     return isinstance(item, torch.Tensor) and item.ndim == 0 and item.dtype != torch.bool and not item.dtype.is_floating_point

@@ -1,7 +1,5 @@
-"""Ops that replace ATen ops in training graphs. Each of these ops remains one op in the forward and in the backward pass, for every
-sharding. ATen's own derivatives flatten leading dims, which prevents sharding these dims. These derivatives also select kernels for one
-device. Most of the ops have no kernels: AOTAutograd traces the ops, and Hostweave compiles them.
-"""
+"""Ops that replace ATen ops in training graphs, because ATen's derivatives flatten leading dims, which prevents sharding them, and select
+kernels for one device. Most of these ops have no kernels: AOTAutograd traces them, and Hostweave compiles them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,8 +27,8 @@ def _op(
     backward: Callable[..., Gradients] = _no_second,
     saved: Callable[..., tuple[Any, ...]] = lambda *_: (),
 ) -> None:
-    """Defines an op by its results for fake tensors, its gradients, and the values that the gradients read. An op without `backward` has no
-    derivative, because it computes gradients."""
+    """Defines an op by its results for fake tensors, its gradients, and the values that these read. An op without `backward` computes
+    gradients."""
     name = f"hostweave::{schema.partition('(')[0]}"
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -45,7 +43,7 @@ def _op(
 
 
 def keep(ctx: Any, values: Sequence[Any]) -> None:
-    """Saves tensors and other values for a derivative. `kept` returns the saved values."""
+    """Saves values for a derivative, which `kept` returns."""
     ctx.save_for_backward(*(value for value in values if isinstance(value, torch.Tensor)))
     ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in values]
 
@@ -91,7 +89,6 @@ def _matmul_shape(a: torch.Tensor, b: torch.Tensor, turned_a: bool, turned_b: bo
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """torch's matmul. Its derivatives are matmuls of transposed operands."""
     made: torch.Tensor = ops.matmul(a, b, False, False)
     return made
 
@@ -140,7 +137,7 @@ _op(
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention that stores its scores. Supports dropout, bool masks, and masks of any dtype that are added to the scores."""
+    """Attention that stores its scores, for dropout and all masks."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -177,13 +174,13 @@ LIBRARY.impl(
 _op(
     "reshard(Tensor x, str layout) -> Tensor",
     lambda x, _: x.new_empty(x.shape),
-    lambda needed, dy, layout: (ops.reshard(dy, layout), None),  # the gradient has the sharding of the value
+    lambda needed, dy, layout: (ops.reshard(dy, layout), None),
     lambda i, _: i[1:],
 )
 LIBRARY.define("complex(Tensor re, Tensor im) -> Tensor")
 LIBRARY.impl("hostweave::complex", torch.complex, "CompositeExplicitAutograd")
 LIBRARY.define("detach(Tensor x) -> Tensor")
-LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # for constants, at compile time
+LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # for constants
 
 
 # --- functions with custom derivatives --------------------------------------------------------------------------------
@@ -191,7 +188,7 @@ LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutogra
 
 @dataclass
 class _Called:
-    """A torch.autograd.Function with the arguments of a call, except for tensors."""
+    """A torch.autograd.Function with the arguments of a call, except tensors."""
 
     function: Any
     leaves: list[Any]
@@ -199,7 +196,7 @@ class _Called:
     is_single: bool = True
 
     def apply(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Calls torch's own `apply` on these tensors, which records the derivative."""
+        """Calls torch's `apply`, which records the derivative."""
         given = iter(tensors)
         args, kwargs = pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in self.leaves], self.spec)
         made = super(_SingleLevelFunction, self.function).apply(*args, **kwargs)  # type: ignore[misc]
@@ -208,7 +205,7 @@ class _Called:
 
 
 def call_recorded(given: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """Calls the torch.autograd.Function with this number, so that the function's own derivative is used."""
+    """Calls the torch.autograd.Function with this number."""
     return _CALLED[number].apply(given)
 
 
@@ -218,7 +215,7 @@ LIBRARY.impl("hostweave::function", call_recorded, "CompositeExplicitAutograd")
 
 
 def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Records a torch.autograd.Function as one op. Equal calls share a number, so that equal layers have equal graphs."""
+    """Records a torch.autograd.Function as one op. Equal calls have equal numbers, so that equal layers have equal graphs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     called = _Called(function, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves], spec)
     number = next((at for at, other in enumerate(_CALLED) if _is_same_call(called, other)), len(_CALLED))
@@ -233,7 +230,7 @@ def _is_same_call(one: _Called, other: _Called) -> bool:
 
 
 class Silu(torch.autograd.Function):
-    """torch's silu. Its derivative uses the number 1, whereas the derivative of ATen uses a tensor of ones."""
+    """torch's silu. Its derivative uses the number 1 in place of ATen's tensor of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from hostweave.torch.nodes import ATTENTION, op_of
 
 
 def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
-    """Recognises a constant mask of attention: a boolean mask, or a mask that is added to the scores. Returns "causal", "none" (masks no
-    element), or None (not recognised)."""
+    """Recognises a constant mask of attention as "causal" or "none" (masks no element). Otherwise None."""
     if op_of(node) != ATTENTION or argument not in node.args[3:4]:
         return None
     added = mask.dtype != torch.bool
@@ -26,7 +25,7 @@ def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
 
 def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
     """Recognises a write to a cache, `x.index_copy(dim, arange(n) + begin, update)`. Returns (x, update, begin, dim), or None."""
-    if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):  # index_copy is traced as index_put with one index
+    if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):  # the trace of index_copy
         return None
     x, indices, update = node.args[:3]
     *before, index = indices
@@ -46,7 +45,7 @@ def repeated(node: Any) -> Node | None:
     chain = [node]
     for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
         if op == "clone.default" and op_of(chain[-1]) == "expand.default":
-            continue  # the expanded tensor is viewed without a clone if G is 1
+            continue  # no clone if G is 1
         if op_of(chain[-1]).removeprefix("_unsafe_") != op:
             return None
         chain.append(chain[-1].args[0])
@@ -56,8 +55,8 @@ def repeated(node: Any) -> Node | None:
 
 
 def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | None:
-    """Recognises the rotary embedding of transformers, `x * cos + rotate_half(x) * sin`. Returns (x, cos, sin), or None. The
-    tables cos and sin must be constants or unwritten buffers, with the dtype and the last dim of x."""
+    """Recognises the rotary embedding of transformers, `x * cos + rotate_half(x) * sin`. Returns (x, cos, sin), or None. cos and sin must
+    be in `fixed`, with the dtype and the last dim of x."""
     products: list[Any] = [argument for argument in node.args if isinstance(argument, Node) and op_of(argument) == "mul.Tensor"]
     if op_of(node) != "add.Tensor" or len(products) != 2 or node.kwargs:
         return None

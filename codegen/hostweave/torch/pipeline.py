@@ -1,4 +1,4 @@
-"""Pipelines. Stages of a model run on parts of a mesh. One program runs the forward and backward passes of all micro-batches."""
+"""Pipelines: stages of a model run on parts of a mesh. One program runs all micro-batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,8 +29,8 @@ class Pipeline:
     """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds the gradients to `.grad`.
 
     `program` is the compiled program. In a group, only ranks of the last stage receive the loss. A rank computes gradients only for
-    parameters in its stages, and may pass None for arguments that its stages do not read. If all ranks are in this process, pass whole
-    arguments. A call then returns the loss and adds all gradients.
+    parameters of its stages, and may pass None for arguments that its stages do not read. Without a group, all ranks are in this process,
+    and arguments are whole tensors.
 
     With `optimizer`, a call changes no `.grad`, but updates parameters and `optimizer.state` in place. Each rank updates the parameters of
     its stages. With `clip_grad_norm`, `grad_norm` is the gradient norm of the last call, over all stages and before clipping.
@@ -44,8 +44,7 @@ class Pipeline:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Computes the loss and the gradients for these arguments, or runs a training step. Returns None on ranks outside of the last
-        stage.
+        """Computes the loss and the gradients, or runs a training step. Returns None on ranks outside of the last stage.
 
         Raises ArgumentError for arguments that do not fit, and if a module has changed since it was compiled.
         """
@@ -82,7 +81,7 @@ class Pipeline:
         return loss  # type: ignore[no-any-return]
 
     def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
-        """Returns the inputs of the optimizer's step, and the host state after the step by stage. Inputs for other ranks are None."""
+        """Inputs of the optimizer's step (None for other ranks), and the host state after the step, by stage."""
         given: dict[str, Any] = {}
         hosts: dict[int, list[dict[str, Any]]] = {}
         for number, updates in self._inputs.updates.items():
@@ -116,7 +115,7 @@ class Pipeline:
         return value.detach().contiguous().chunk(count)
 
     def _own(self, held: Any, type: TensorType, rank: int | None) -> Any:
-        """Argument of the program for a tensor: this rank's block, or the whole tensor if all ranks are in this process."""
+        """This rank's block of a tensor, or the whole tensor if all ranks are in this process."""
         if rank is not None and rank not in type.mesh_in(self.program.mesh).all_ranks:
             return None
         return block_of(held, rank, type, self.program.mesh).contiguous()

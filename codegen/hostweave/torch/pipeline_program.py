@@ -1,4 +1,4 @@
-"""The program of a pipeline. The program runs the forward and backward passes of all micro-batches in all stages."""
+"""The program of a pipeline, which runs all micro-batches in all stages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,11 +29,11 @@ class PipelineInputs:
         self.stages, self.microbatches, self.clip = stages, microbatches, clip
         self.types: dict[str, Any] = {}
         self.name_of: dict[Any, str] = {}  # key of a value -> input of the program
-        self.updates: dict[int, Updates] = {}  # stage number -> step of the optimizer
+        self.updates: dict[int, Updates] = {}  # by stage number
         self.tensors: dict[str, tuple[Stage, str, TensorType]] = {}  # input of the program -> (stage, path of the module's tensor, type)
         self.constants: dict[str, torch.Tensor] = {}
         self.arguments: dict[str, tuple[int, int]] = {}  # input of the program -> (index of the argument, micro-batch)
-        self.updated: list[tuple[Stage, str]] = []  # parameters whose gradients the program returns, in order
+        self.updated: list[tuple[Stage, str]] = []  # parameters whose gradients the program returns
         for stage in stages:
             for part in (stage.forward, *(part for part, _ in stage.parts.values())):
                 self._enter_inputs_of(part, stage, names)
@@ -45,7 +45,7 @@ class PipelineInputs:
         return list(dict.fromkeys(stage.mesh for stage in self.stages))
 
     def _enter(self, key: Any, name: str, type: TensorType) -> str:
-        """Returns the name of the program's input for the value with this key. Adds the input if the key is new."""
+        """Name of the input for the value with this key. Adds the input if the key is new."""
         if key not in self.name_of:
             self.name_of[key] = unique_name(name, self.types)
             self.types[self.name_of[key]] = type
@@ -80,8 +80,8 @@ class PipelineInputs:
 
 
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
-    """Records the program. The program returns the loss and the gradients. With an optimizer, it returns the loss, the new parameters and
-    the new state. With clipping, the gradient norms follow the loss."""
+    """Records the program, which returns the loss, with clipping the gradient norms, and the gradients or, with an optimizer, the new
+    parameters and state."""
     first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]
 
@@ -97,9 +97,9 @@ class _Recording:
         self.pipeline, self.named, self.stages = pipeline, named, pipeline.stages
         self.inputs = {key: named[name] for key, name in pipeline.name_of.items()}
         self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # (stage, micro-batch) -> results and saved values
-        self.moved: dict[Any, hw.Tensor] = {}  # result of a stage, moved to a stage that reads it
-        self.tangents: dict[Any, hw.Tensor] = {}  # gradients of the results of stages
-        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that the first half of a backward pass saves for the second
+        self.moved: dict[Any, hw.Tensor] = {}  # results of stages, on the meshes of their readers
+        self.tangents: dict[Any, hw.Tensor] = {}  # gradients of results of stages
+        self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that the first half of a backward pass saves
         self.gradients: dict[tuple[int, str], hw.Tensor] = {}
         self.losses: list[hw.Tensor] = []
 
@@ -118,7 +118,7 @@ class _Recording:
         return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
 
     def _step(self) -> list[hw.Tensor]:
-        """Returns the new parameters and state of each stage. With clipping, the gradient norm on each stage's mesh comes first."""
+        """New parameters and state of each stage, with clipping after the gradient norm on each stage's mesh."""
         pipeline = self.pipeline
         gradients: dict[int, list[hw.Tensor]] = {}
         for number, updates in pipeline.updates.items():
@@ -137,13 +137,13 @@ class _Recording:
         return made
 
     def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
-        """Shards a gradient like its parameter if the parameter is a DTensor. Otherwise replicates the gradient."""
+        """Shards a gradient like its parameter if this is a DTensor, otherwise replicates it."""
         stage = self.stages[number]
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
 
     def _leaf(self, stage: Stage, part: StagePart, node: Node, name: str, one: int) -> hw.Tensor:
-        """Value of an input of a stage's function: a tensor of the module, a constant, or an argument of the stage."""
+        """Value of an input of a stage's function."""
         if name in part.graph.bound:
             return self.inputs[id(part), name]
         if path := part.graph.parameters.get(name):
@@ -169,8 +169,8 @@ class _Recording:
             self.losses.append(self.results_of[stage.number, one][loss])
 
     def _backward(self, stage: Stage, part: StagePart, returned: list[Any], one: int) -> None:
-        """Calls a function of the backward pass. `returned` describes each result. An index means the gradient of that source of the joint
-        graph, and a name means a saved value."""
+        """Calls a function of the backward pass. `returned` has, for each result, the index of the source whose gradient it is, or the name
+        of a saved value."""
         results, kept = self.results_of[stage.number, one], self.kept.setdefault((stage.number, one), {})
         saved = {node.name: results[node] for node in stage.joint.saved if node in results}
         differentiable = [node for node, has in zip(stage.joint.results, stage.joint.differentiable, strict=True) if has]
@@ -209,7 +209,7 @@ class _Recording:
 
 
 def _moved(value: hw.Tensor, type: TensorType, mesh: Mesh) -> hw.Tensor:
-    """Moves a value to a mesh. The result has the sharding of `type`."""
+    """Moves a value to a mesh, with the sharding of `type`."""
     if value.type.mesh == mesh:
         return value
     return hw.reshard(value, *(f"{dim.size}@{','.join(dim.axes)}" if dim.axes else dim.size for dim in type.dims), mesh=mesh)

@@ -1,4 +1,4 @@
-"""The sharding plan of a module maps names of parameters, inputs and submodules to mesh axes. A submodule's axes shard its result."""
+"""The sharding plan of a module: maps names of parameters, inputs and submodules (for their results) to mesh axes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,27 +16,26 @@ from hostweave.base.errors import ProgramError
 from hostweave.torch.distributed import has_rows
 from hostweave.types.mesh import Mesh
 
-AxesOfDims = tuple[tuple[str, ...], ...]  # for each dim, the mesh axes that shard it
+AxesOfDims = tuple[tuple[str, ...], ...]
 
 
 @dataclass
 class Layouts:
-    """Stated shardings by name. `parameters` includes buffers, and `outputs` has the results of modules."""
+    """Stated shardings by name, also of buffers (in `parameters`) and of results of modules (in `outputs`)."""
 
     parameters: dict[str, AxesOfDims] = field(default_factory=dict)
     inputs: dict[str, AxesOfDims] = field(default_factory=dict)
     outputs: dict[str, AxesOfDims] = field(default_factory=dict)
-    data: set[str] = field(default_factory=set)  # mesh axes that shard batches; parameters sharded over these axes are gathered before use
-    rows: int = 0  # with fully_shard: number of rows of all ranks; results are also sharded by rows
+    data: set[str] = field(default_factory=set)  # axes that shard batches; parameters sharded over these axes are gathered before use
+    rows: int = 0  # with fully_shard: number of rows of all ranks
     axes_of_rows: tuple[str, ...] = ()
 
     def of_rows(self, value: Any) -> AxesOfDims:
-        """Sharding of an argument or result by rows. Empty if the size of the first dim is not the number of rows."""
+        """Sharding of an argument or result by rows, or () if its first dim has another size."""
         return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
 
 def mesh_of(mesh: Any) -> Mesh:
-    """Converts an hw.Mesh, or a DeviceMesh of torch with named dims, to an hw.Mesh."""
     if isinstance(mesh, Mesh):
         return mesh
     names = getattr(mesh, "mesh_dim_names", None)
@@ -46,16 +45,16 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh, found: Layouts | None = None) -> Layouts:
-    """Applies the plan to a module, and adds the stated shardings to `found`. `dims` maps inputs to their numbers of dims."""
+    """Adds the shardings that the plan states to `found`. `dims` has the numbers of dims of inputs."""
     found = found or Layouts()
     tensors = dict(tensors_of(module))
     for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
             found.parameters[name] = parameter_axes(parameter, mesh, name)
-    names_of: dict[int, list[str]] = {}  # id of a tensor -> its names; a tied tensor has several names
+    names_of: dict[int, list[str]] = {}  # by id; a tied tensor has several names
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
-    stated: dict[str, str] = {}  # name -> entry of the plan that stated its sharding
+    stated: dict[str, str] = {}  # name -> entry of the plan
     modules = {name: part for name, part in module.named_modules() if name}
 
     def state(kind: str, name: str, layout: AxesOfDims, pattern: str) -> None:
@@ -89,7 +88,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
 
 
 def without_inputs(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the plan without entries that state only shardings of inputs."""
+    """The plan without entries that are only for inputs."""
     names = [*dict(tensors_of(module)), *dict(module.named_modules())]
     words = {name.rpartition(".")[2] for name in names}
     return {
@@ -107,14 +106,13 @@ def fnmatch_any(names: Iterable[str], pattern: str) -> bool:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the parameters and buffers of a module. Yields a tied tensor once for each of its names."""
+    """Parameters and buffers of a module. A tied tensor occurs once for each name."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
 
 def matching(pattern: str, names: Iterable[str], what: str, argument: str = "plan") -> list[str]:
-    """Names that match a pattern. The last component of the pattern must match the last component of the name. So `layers.*` matches the
-    layers, but not modules inside of them."""
+    """Names that match a pattern. The last components must match, so `layers.*` matches the layers, but not modules inside of them."""
     names, (path, _, word) = list(names), pattern.rpartition(".")
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     matching = [
@@ -130,12 +128,12 @@ def matching(pattern: str, names: Iterable[str], what: str, argument: str = "pla
 
 
 def text_of(layout: AxesOfDims) -> str:
-    """Formats a sharding as the text that a plan uses."""
+    """A sharding as text of a plan."""
     return ", ".join("+".join(axes) or "-" for axes in layout)
 
 
 def axes_of(text: str) -> AxesOfDims:
-    """Parses text such as `tp, -` or `dp+tp, -`. Each dim has its mesh axes, outermost first, or "-"."""
+    """Parses text such as `tp, -` or `dp+tp, -`, with mesh axes from the outermost."""
     return tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
 
 
@@ -160,15 +158,15 @@ def _axis(pattern: str, mesh: Mesh) -> str:
 
 
 def _placed(placement: Any, dims: int, axis: str) -> AxesOfDims | None:
-    """Sharding for a placement along one mesh axis. None if the placement is neither Shard nor Replicate."""
+    """Sharding for a Shard or Replicate along one mesh axis, otherwise None."""
     if isinstance(placement, Shard):
         return tuple((axis,) if i == placement.dim % dims else () for i in range(dims))
     return tuple(() for _ in range(dims)) if isinstance(placement, Replicate) else None
 
 
 def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, AxesOfDims]]:
-    """Yields the shardings that a parallel style of torch states for a module. Omits defaults, because they are inferred."""
-    dims = 3  # [batch, sequence, features], the layout of activations in torch
+    """Shardings that a parallel style of torch states for a module. Defaults are omitted, because they are inferred."""
+    dims = 3  # [batch, sequence, features]
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0
         if not isinstance(module, nn.Linear | nn.Embedding):
@@ -200,12 +198,12 @@ def parameter_axes(parameter: DTensor, mesh: Mesh, name: str) -> AxesOfDims:
 
 
 def dtensor_axes(tensor: Any, dims: int, name: str = "a tensor") -> AxesOfDims:
-    """Mesh axes that shard each dim of a DTensor. A partial sum counts as its reduced value, which is replicated."""
+    """Mesh axes that shard each dim of a DTensor. A partial sum counts as replicated."""
     result, inner = list[tuple[str, ...]](() for _ in range(dims)), list[tuple[str, int]]()
     for axis, placement in zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True):
         if isinstance(placement, Shard):
             result[placement.dim] += (axis,)
-        elif isinstance(placement, _StridedShard):  # a later mesh axis is outer, as with `fully_shard` after `parallelize_module`
+        elif isinstance(placement, _StridedShard):  # later mesh axes are outer, as with `fully_shard` after `parallelize_module`
             inner.append((axis, placement.dim))
         elif not isinstance(placement, Replicate | Partial):
             raise ProgramError(f"{name} is a DTensor with the placement {placement} along {axis}; redistribute it to Shard or Replicate")

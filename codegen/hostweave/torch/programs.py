@@ -1,4 +1,4 @@
-"""Compiles the programs of an exported module: the forward pass, the forward and the backward pass, or a whole training step."""
+"""Compiles the programs of an exported module."""
 
 import threading
 from collections.abc import Mapping
@@ -38,8 +38,8 @@ def compiled(
     training: bool = False,
     step: tuple[torch.optim.Optimizer, float | None, int, torch.amp.GradScaler | None] | None = None,
 ) -> CompiledModule:
-    """Compiles a module that was exported for the positional and keyword arguments `given`. `step` has the optimizer, clip_grad_norm,
-    accumulate and scaler for a whole training step."""
+    """Compiles a module that was exported for the arguments `given` (args, kwargs). `step` has the optimizer, clip_grad_norm, accumulate
+    and scaler of a whole training step."""
     graph_of, how, reads = exported
     graph = read(graph_of, layouts, mesh, training, of_calls=True)
     graph.traced, graph.reads = how, reads
@@ -49,7 +49,7 @@ def compiled(
     tensors = [*module.parameters(), *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))]
     device = target or ("cuda" if tensors and tensors[0].is_cuda else "cpu")
 
-    compiling = threading.Lock()  # held during tracing, because programs for several sizes are traced from one graph
+    compiling = threading.Lock()  # programs for several sizes are traced from one graph
 
     def program_of(graph: Graph, end: str = "", sizes: Mapping[str, int] | None = None) -> Program:
         own = replace(settings, sizes={**(sizes or {}), **settings.sizes})

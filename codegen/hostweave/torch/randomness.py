@@ -1,4 +1,4 @@
-"""Ops that draw random numbers. Each op gets a seed, which is an element of an additional argument of the program."""
+"""Ops that draw random numbers. Each op gets a seed from an additional argument of the program."""
 
 import json
 import operator
@@ -15,7 +15,7 @@ from hostweave.runtime.group import Group
 from hostweave.torch.nodes import modules_of
 from hostweave.torch.ops import ops
 
-SEEDS = "random_seeds"  # argument of the programs with one seed per op
+SEEDS = "random_seeds"  # argument with one seed per op
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default)
 _DRAWN = {  # op -> distribution
@@ -31,11 +31,11 @@ _DRAWN = {  # op -> distribution
 
 
 def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
-    """Draws seeds for a call of the module `name`, as a u32 tensor on the CPU. All ranks of the group call this function, and get the same
-    seeds. Raises ArgumentError if ranks that are processes draw different seeds.
+    """Draws seeds for a call, as a u32 tensor on the CPU, equal on all ranks. Collective. Raises ArgumentError if ranks that are processes
+    draw different seeds.
 
-    The seeds come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share that
-    generator, so rank 0 draws for all ranks.
+    The seeds come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share it, so rank 0
+    draws for all ranks.
     """
     draws = group is None or not group.in_process or group.rank == 0
     own: list[int] = torch.randint(2**31, (count,)).tolist() if draws else []
@@ -59,7 +59,7 @@ def _exchanged(name: str, seeds: list[int], group: Group) -> list[str]:
 
 
 def with_seeds(graph: Graph) -> Node | None:
-    """Adds a seed to each op that draws random numbers. Returns the new argument with the seeds, or None without such ops."""
+    """Gives each op that draws random numbers a seed. Returns the argument with the seeds, or None without such ops."""
     drawn = [node for node in graph.nodes if _draws(node)]
     if not drawn:
         return None
@@ -80,7 +80,7 @@ def with_seeds(graph: Graph) -> Node | None:
 
 
 def _by_position(drawn: list[Node]) -> list[Node]:
-    """Sorts ops so that the ops at one position in all layers are consecutive. Repeated layers can then read their seeds in order."""
+    """Sorts ops by position in a layer, then by layer, so that repeated layers read consecutive seeds."""
     counts, positions = Counter[str](), dict[Node, tuple[str, int]]()
     for node in drawn:
         layer = next((path for path in modules_of(node) if path.rpartition(".")[2].isdigit()), "")
@@ -125,7 +125,7 @@ def _arguments(node: Node, seed: Node) -> tuple[Any, ...]:
 
 
 def _take_result(graph: Graph, node: Node) -> None:
-    """Rewrites a node that returns a result and a mask, so that it returns only the result."""
+    """Makes a node return only its result, without the mask."""
     for user in list(node.users):
         if user.target is operator.getitem and user.args[1] == 0:
             user.replace_all_uses_with(node)

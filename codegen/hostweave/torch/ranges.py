@@ -1,5 +1,4 @@
-"""Programs for ranges of sizes that are known only at a call. While these programs are compiled in the background, a sequential program
-runs."""
+"""Programs for ranges of dynamic sizes. A sequential program runs while these are compiled in the background."""
 
 import threading
 import warnings
@@ -12,13 +11,11 @@ from hostweave.runtime.group import Group
 from hostweave.torch.exported import tracing
 from hostweave.torch.graph import Graph
 
-KEPT = 16  # maximum number of ranges that have a program; each program has separate memory
-_MEET = 64  # at calls 1, 2, 4, ... and at every 64th call, ranks ask each other if all have compiled a part
+KEPT = 16  # most ranges that have a program, each with separate memory
+_MEET = 64  # at calls 1, 2, 4, ... and every 64th call, ranks ask each other if all have compiled a part
 
 
 class Computes(Protocol):
-    """A part of a module: a program, with the tensors that it reads."""
-
     program: Program
 
 
@@ -26,22 +23,21 @@ P = TypeVar("P", bound=Computes)
 
 
 class Ranges(Generic[P]):
-    """Parts of a module for ranges of sizes. A range extends from a power of four to the next. The first call in a range starts the
-    compilation of its part, for the sizes of that call. Calls use a part only if the part overlaps communication. In a group, calls use a
-    part once all ranks have compiled it."""
+    """Parts of a module for ranges of sizes, each from a power of four to the next. The first call in a range starts the compilation of a
+    part for its sizes. Calls use the part if it overlaps communication, in a group once all ranks have compiled it."""
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
-        """`compile` compiles the part for the sizes of a call, in a separate thread."""
+        """`compile` compiles a part for the sizes of a call, in a separate thread."""
         self._compile, self._lock = compile, threading.Lock()
         types = graph.input_types
         self._dims = [
             (name, i, dim.size.name, bool(dim.axes)) for name, of in types.items() for i, dim in enumerate(of.dims) if dim.size.name
         ]
         self._parts: dict[tuple[tuple[str, int], ...], Future[P | None]] = {}
-        self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls; -1 once all ranks use the part
+        self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, or -1 once all ranks use the part
 
     def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
-        """Part for these arguments, or None if the sequential program runs. All ranks of a group call this method, with the same sizes."""
+        """Part for these arguments, or None for the sequential program. Collective."""
         is_one = group is None or group.count == 1
         sizes = {
             size: arrays[name].shape[dim]
@@ -68,7 +64,7 @@ class Ranges(Generic[P]):
         return made.result()
 
     def wait(self) -> None:
-        """Waits until all parts whose compilation has begun are compiled."""
+        """Waits for compilations that have begun."""
         for made in list(self._parts.values()):
             made.result()
 
@@ -78,7 +74,7 @@ class Ranges(Generic[P]):
         def compile() -> None:
             found: P | None = None
             try:
-                with tracing:  # this lock also allows only one compilation at a time, which leaves most cores to the calls
+                with tracing:  # one compilation at a time, which leaves most cores to the calls
                     part = self._compile(sizes)
                 if any(choice.chosen.name != "none" for choice in part.program.choices):
                     part.program.build()
@@ -93,6 +89,6 @@ class Ranges(Generic[P]):
 
 
 def vary(graph: Graph, stated: Mapping[str, int]) -> bool:
-    """True if a graph has sizes that are known only when the program runs, and that are not all stated."""
+    """True if a graph has dynamic sizes that are not all stated."""
     named = {dim.size.name for of in graph.input_types.values() for dim in of.dims if dim.size.name}
     return not named <= stated.keys()

@@ -30,7 +30,7 @@ from hostweave.types.mesh import Mesh
 
 @dataclass
 class ModelPart:
-    """A part of a model between two graph breaks, as `explain` reports it. `why` is the reason if the part runs eagerly."""
+    """A part of a model between two graph breaks, for `explain`. `why` is the reason if the part runs eagerly."""
 
     nodes: list[Node]
     returned: list[tuple[str, int]] = field(default_factory=list)  # (name, bytes) of the values that leave the program
@@ -40,7 +40,7 @@ class ModelPart:
 
 @dataclass
 class RegionPlan:
-    """Settings for the regions of a model: name, mesh, stated shardings, and the target and options of `compile`."""
+    """Settings for the regions of a model. `settings` are the target and options of `compile`."""
 
     name: str
     mesh: Mesh | None
@@ -48,7 +48,7 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values: that of its DTensors and device meshes, otherwise of the plan, or one rank."""
+        """Mesh for a graph with these values: that of DTensors and device meshes, otherwise that of the plan, or one rank."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:
@@ -63,7 +63,7 @@ class RegionPlan:
 
 
 class Region:
-    """A graph of Dynamo and its compiled programs. A call takes the arguments of the graph."""
+    """A graph of Dynamo and its programs."""
 
     def __init__(self, plan: RegionPlan, graph: GraphModule, held: Mapping[str, tuple[str, Any]], part: ModelPart):
         self._plan, self._graph, self._part = plan, graph, part
@@ -91,7 +91,7 @@ class Region:
         self._program([self._held[node.name][1] if node.name in self._held else None for node in self._places], _Examples(self))
 
     def __call__(self, *given: Any) -> Any:
-        """Runs the program for these arguments. A result that is a DTensor in the graph is returned as a DTensor."""
+        """Runs the program for these arguments. Results that are DTensors in the graph are DTensors."""
         program = self._program(given, _Examples(self, given))
         taken = {name: given[self._places.index(node)] for name, node in self._taken.items()}
         made = iter(program(**{name: one.to_local() if isinstance(one, DTensor) else one for name, one in taken.items()}))
@@ -99,7 +99,7 @@ class Region:
 
     @cached_property
     def _taken(self) -> dict[str, Any]:
-        """Maps the program's argument names to the placeholders whose values a call passes."""
+        """Maps names of the program's arguments to placeholders."""
         found = dict[str, Any]()
         for node in self._places:
             if node.name not in self._held and isinstance(value_of(node), torch.Tensor):
@@ -129,7 +129,7 @@ class Region:
         return int(given[number])
 
     def _program(self, given: Sequence[Any], examples: _Examples) -> CompiledModule:
-        """Program for these parameters, buffers, numbers, fixed shapes and grad mode. Dynamo calls the same graph for several modules of a
+        """Program for these parameters, buffers, numbers, fixed shapes and grad mode. Dynamo uses one graph for several modules of a
         class."""
         key = (*(id(one) for node, one in zip(self._places, given, strict=True) if node.name in self._held), *examples.fixed)
         with self._lock:
@@ -175,8 +175,8 @@ class Region:
         return program
 
     def _mark(self, graph: torch.fx.Graph, layouts: Layouts) -> None:
-        """Copies modules and source lines from the nodes of Dynamo's graph. Drops the stated sharding of a module that has no node in this
-        graph, or whose last node has another number of dims."""
+        """Copies modules and source lines from Dynamo's graph. Drops stated shardings of modules without nodes here, or whose last node has
+        another number of dims."""
         of_name = {node.name: node for node in self._graph.graph.nodes}
         last: dict[str, Node] = {}
         for node in graph.nodes:
@@ -192,7 +192,7 @@ class Region:
 
 
 class _Module(nn.Module):
-    """The module that torch.export runs for a region's graph. It has the parameters and buffers, and its arguments are global tensors."""
+    """The module that torch.export runs for a region: it has the parameters and buffers, and takes global tensors."""
 
     def __init__(self, region: Region, numbers: Mapping[str, int]):
         super().__init__()
@@ -222,7 +222,7 @@ class _Module(nn.Module):
 
 
 class _Examples:
-    """Arguments for which the program of a region is compiled: those of Dynamo's trace, or those of a call."""
+    """Arguments for which the program of a region is compiled: those of Dynamo's trace, or of a call."""
 
     def __init__(self, region: Region, given: Sequence[Any] | None = None):
         self.numbers, self.tensors, self.dynamic = dict[str, int](), dict[str, torch.Tensor](), dict[str, Any]()

@@ -1,9 +1,8 @@
 """Models compiled in regions, by `torch.compile(model, backend="hostweave")` or `hostweave.torch.compile(..., fullgraph=False)`.
 
-Dynamo runs the Python code of a model, and passes each graph between two graph breaks to `Backend`. The tensors of a graph are DTensors or
-plain tensors. The graph becomes a module on global tensors, which is compiled like other modules. The placements of DTensors determine the
-shardings. A plan can state the shardings of plain tensors. Unsupported ops split a graph further. These ops run eagerly on the DTensors
-that the previous program returns.
+Dynamo passes each graph between two graph breaks to `Backend`. The graph becomes a module on global tensors, which is compiled like other
+modules. Its shardings are the placements of DTensors, and those that a plan states for plain tensors. Unsupported ops split a graph
+further, and run eagerly on the results of the program before them.
 """
 
 import operator
@@ -35,10 +34,10 @@ _HELD = re.compile(r"(.*?)((?:\._modules\['[^']+'\])*)\._(parameters|buffers)\['
 
 
 class Backend:
-    """Backend of torch.compile. It compiles a graph for the mesh of its DTensors, or for `mesh` if the graph has no DTensors."""
+    """Backend of torch.compile. Compiles a graph for the mesh of its DTensors, or for `mesh` if there are none."""
 
     def __init__(self, module: nn.Module | None = None, mesh: Mesh | None = None, layouts: Layouts | None = None, **settings: Any):
-        """`layouts` states shardings by the names that `module` uses. `settings` are the target and the options for `compile`."""
+        """`layouts` has stated shardings by the names in `module`. `settings` are the target and options of `compile`."""
         name = "Region" if module is None else type(module).__name__
         self.plan = RegionPlan(name, mesh, layouts or Layouts(), settings)
         names = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
@@ -47,7 +46,7 @@ class Backend:
         self.parts, self.breaks = list[ModelPart](), list[tuple[str, str]]()
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Returns a callable that computes a graph of Dynamo. Under fullgraph=True, raises ProgramError for unsupported ops."""
+        """Compiles a graph of Dynamo. Under fullgraph=True, raises ProgramError for unsupported ops."""
         reason: Any = getattr(graph, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             self.breaks.append((place_of(reason.user_stack), reason.reason.partition("\n")[0]))
@@ -56,7 +55,7 @@ class Backend:
             return self._computes(graph, held, is_whole=wants_one_graph())
 
     def _held(self, graph: GraphModule, given: Sequence[Any]) -> dict[str, tuple[str, Any]]:
-        """Maps placeholders of parameters and buffers to (path, tensor). Also marks each node with its name and modules."""
+        """Maps placeholders of parameters and buffers to (path, tensor). Marks each node with its name and modules."""
         found = {}
         placeholders: list[Any] = graph.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, given, strict=True):
@@ -73,7 +72,7 @@ class Backend:
         return found
 
     def _computes(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], is_whole: bool) -> Callable[..., Any]:
-        """Returns a callable for a graph: its program, or a sequence of programs and eager ops."""
+        """A callable for a graph: its program, or programs and eager ops."""
         calls = [node for node in graph.graph.nodes if node.op.startswith("call_") and node.target is not operator.getitem]
         part = ModelPart([node for node in calls if isinstance(value_of(node), torch.Tensor | list | tuple)])
         if not part.nodes:
@@ -118,7 +117,7 @@ class Backend:
         return whole.forward
 
     def explain(self) -> str:
-        """Lists which parts are compiled, which ops run eagerly and why, and how many bytes each break costs."""
+        """Lists the compiled parts, the ops that run eagerly with the reason, and the bytes that each break costs."""
         lines = []
         for number, part in enumerate(self.parts):
             first = next((place for node in part.nodes if (place := location(node))), None)
@@ -142,16 +141,15 @@ class _CalledModule(nn.Module):
 
 
 class ModelInRegions(Delegating):
-    """A model that was compiled with `fullgraph=False`. It is called like the original module, and has its parameters, state dict and mode.
-    `explain` lists the compiled parts and the parts that run eagerly.
-    """
+    """A model that was compiled with `fullgraph=False`. It is called like the original module, and has its parameters, state dict and
+    mode."""
 
     backend: Backend
 
     def __init__(self, module: nn.Module, mesh: Mesh, layouts: Layouts, **settings: Any):
         super().__init__(module)
         backend = Backend(module, mesh, layouts, **settings)
-        vars(self).update(backend=backend, _call=torch.compile(module, backend=backend))  # sets no submodule, and nothing in `module`
+        vars(self).update(backend=backend, _call=torch.compile(module, backend=backend))  # not a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module: its regions as programs, and the rest eagerly. In a group, raises ArgumentError for a plain tensor if the plan
@@ -165,7 +163,7 @@ class ModelInRegions(Delegating):
 
     @property
     def programs(self) -> list[Program]:
-        """Programs that were compiled so far, in the order of first use."""
+        """Programs so far, in the order of first use."""
         return [part.model.program for part in self.backend.parts if part.model is not None]
 
     def explain(self) -> str:
@@ -174,8 +172,8 @@ class ModelInRegions(Delegating):
 
 
 def hostweave(graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """The backend "hostweave" of torch.compile. It compiles for one rank, or for the mesh of DTensors. The placements of DTensors determine
-    the shardings. Raises ProgramError for unknown options, and under fullgraph=True for unsupported ops.
+    """The backend "hostweave" of torch.compile. Compiles for one rank, or for the mesh and placements of DTensors. Raises ProgramError for
+    unknown options, and under fullgraph=True for unsupported ops.
 
     Example: `torch.compile(model, backend="hostweave", options={"options": hw.Options(overlap="off")})`.
     """

@@ -12,8 +12,7 @@ Replacement = tuple[Any, str, Callable[..., Any]]  # (owner, name, function)
 
 @contextmanager
 def replaced(*replacements: Replacement) -> Iterator[None]:
-    """Inside the `with` block, this thread calls `function` instead of `owner.name`. Other threads call the original function. The owner
-    may be a module that calls a builtin of this name."""
+    """Replaces `owner.name` by `function` in this thread. The owner may be a module that calls a builtin of this name."""
     thread = threading.get_ident()
 
     def either(own: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,8 +15,7 @@ from hostweave.torch.nodes import is_view, modules_of, name_of, op_of
 
 
 def take_views_again(made: GraphModule, sources: Set[str]) -> None:
-    """Makes the backward pass recompute views and paddings of the graph's inputs `sources`. Saving these values would copy their elements
-    in the forward pass."""
+    """Makes the backward pass recompute views and paddings of the inputs `sources`, because saving these would copy their elements."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
         if (_is_view(node) or op_of(node) == "constant_pad_nd.default") and node.all_input_nodes and views.issuperset(node.all_input_nodes):
@@ -29,8 +28,8 @@ def _is_view(node: Any) -> bool:
 
 
 def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Saves a tensor in place of its saved views, because saving the views would copy their elements. The views must have at least as many
-    elements in total, or the tensor must be saved anyway. Returns False if nothing changes."""
+    """Saves a tensor in place of its saved views, because saved views are copied. The views must have at least as many elements in total,
+    or the tensor must be saved anyway. Returns False if nothing changes."""
     made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
     views: dict[Any, list[list[Any]]] = {}
     for node in (made[node.name] for node in saved):
@@ -51,8 +50,8 @@ def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def save_compared(whole: GraphModule, backward: GraphModule) -> bool:
-    """Saves floats that the backward graph tests for equality, such as the operand of `amax`. A value that is computed again may be rounded
-    in another way, and would then not be equal. Returns False if nothing changes."""
+    """Saves floats that the backward graph tests for equality, such as the operand of `amax`, because a recomputed value may be rounded
+    differently. Returns False if nothing changes."""
     names = set[str]()
     for test in (node for node in backward.graph.nodes if op_of(node) in ("eq.Tensor", "ne.Tensor")):
         for operand in test.all_input_nodes:
@@ -66,11 +65,8 @@ def save_compared(whole: GraphModule, backward: GraphModule) -> bool:
 
 
 def _splits(view: Any) -> bool:
-    """True if the backward pass can recompute a view without a copy.
-
-    False for a reshape of another view that may merge dims, because merged dims that are not contiguous need a copy. Also False for an
-    expansion, such as the bias of a mask, because layers may share the expansion.
-    """
+    """True if the backward pass can recompute a view without a copy. False for a reshape of another view that may merge dims, and for an
+    expansion, such as the bias of a mask, which layers may share."""
     if op_of(view) != "view.default":
         return op_of(view) != "expand.default"
     shape, given = view.meta["val"].shape, view.args[0].meta["val"].shape
@@ -78,8 +74,7 @@ def _splits(view: Any) -> bool:
 
 
 def read_rows(made: GraphModule) -> None:
-    """Makes the backward pass read the result of an attention as rows, as the next linear does. Only the rows are then saved, and the
-    forward pass copies nothing."""
+    """Makes the backward pass read the result of an attention as rows, as the next linear does, so that only the rows are saved."""
     found: list[Any] = made.graph.find_nodes(op="call_function", target=torch.ops.aten.transpose.int)
     for turned in found:
         heads, *dims = turned.args
@@ -97,8 +92,8 @@ def read_rows(made: GraphModule) -> None:
 
 
 def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Makes all equal layers save the values that most of these layers save. The minimum cut of torch may select different values in equal
-    layers. Returns False if nothing changes."""
+    """Makes equal layers save the values that most of them save, because torch's minimum cut may choose different ones. Returns False if
+    nothing changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():
@@ -117,8 +112,8 @@ def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
 
 
 def saved_names(saved: list[Node]) -> dict[Node, str]:
-    """Returns a name for each saved value, in the order of `_in_rows`. In repeated layers, names end with the layer's number: the program
-    then groups the arguments of each layer in a struct."""
+    """Names of saved values, in the order of `_in_rows`. In repeated layers, names end with the layer's number, so that the arguments of a
+    layer form a struct."""
     counts: Counter[str] = Counter()
     names = {}
     for node in saved:
@@ -133,8 +128,8 @@ def saved_names(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values. A kind is a name without the layer's number. The kinds with the most values come first, sorted by layer. Other
-    kinds follow, sorted by kind."""
+    """Sorts saved values. A kind is a name without the layer's number. Kinds with the most values come first, by layer, then others, by
+    kind."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

@@ -1,4 +1,4 @@
-"""Linears that are computed in scaled 8-bit floats: those that `fp8=` names, and linears of transformers with quantised weights."""
+"""Linears in scaled 8-bit floats: those of `fp8=`, and those of transformers with quantised weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ SCALINGS = ("row", "tensor", "block")
 
 
 def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Layouts) -> dict[str, str]:
-    """Maps the path of each linear that `fp8` selects to its scaling."""
+    """Maps paths of linears that `fp8` selects to their scaling."""
     linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     if isinstance(fp8, str):
         found = {name: fp8 for name in linears if f"{name}.weight" in layouts.parameters}
@@ -47,15 +47,15 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 
 def quantized_linears(module: nn.Module) -> Iterator[Replacement]:
-    """Yields one-op replacements for the `forward` of transformers' linears with 8-bit weights, which call Triton kernels."""
+    """Yields replacements by one op for `forward` of transformers' linears with 8-bit weights, which calls Triton kernels."""
     for of in {type(part) for part in module.modules()}:
         if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
             yield of, "forward", forward
 
 
 def _finegrained(linear: Any, x: torch.Tensor) -> Any:
-    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights. If the weight is not in
-    8 bits, this is a plain linear."""
+    """FP8Linear of transformers: one scale per 128 elements of activations, and per 128 x 128 elements of weights. A plain linear if the
+    weight is not in 8 bits."""
     if linear.weight.element_size() > 1:
         return nn.functional.linear(x, linear.weight, linear.bias)
     scale, block = linear.weight_scale_inv, linear.block_size

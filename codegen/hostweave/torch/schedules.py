@@ -1,4 +1,4 @@
-"""Schedules of pipelines: the order in which each rank computes the stages of micro-batches."""
+"""Schedules of pipelines."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,8 +9,8 @@ SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 class Action(NamedTuple):
-    """A pass of one micro-batch through one stage. `kind` is "forward", "backward", or half of a backward pass: "input" computes gradients
-    of inputs, and "weight" those of parameters."""
+    """A pass of a micro-batch through a stage. `kind` is "forward", "backward", or half of a backward pass: "input" computes gradients of
+    inputs, and "weight" those of parameters."""
 
     kind: str
     stage: int
@@ -18,10 +18,10 @@ class Action(NamedTuple):
 
 
 def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[Action]:
-    """Actions of all parts of the mesh in one order, in which each action follows the actions on which it depends.
+    """Actions of all parts of the mesh, each after the actions on which it depends.
 
-    Stage s is at coordinate `s % parts` of the mesh axis. "auto" returns 1F1B, or interleaved 1F1B if a coordinate has several stages. The
-    compiler may then change this order (`passes/fusion/order_stages.py`).
+    Stage s is at coordinate `s % parts`. "auto" is 1F1B, or interleaved 1F1B if a coordinate has several stages, until
+    `passes/fusion/order_stages.py` changes the order.
     """
     if name not in SCHEDULES:
         raise ProgramError(f"hostweave.torch.compile: there is no schedule={name!r}; {did_you_mean(str(name), SCHEDULES)}")
@@ -44,9 +44,9 @@ def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[A
 def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: int) -> list[Action]:
     """Actions of one part of the mesh, in their order.
 
-    gpipe runs all forward passes before all backward passes. All other schedules have Megatron's order of interleaved 1F1B
-    (https://arxiv.org/abs/2104.04473), which is 1F1B if the part has one stage. The schedule zero_bubble is ZB-H1
-    (https://arxiv.org/abs/2401.10241): coordinate c computes gradients of parameters c micro-batches later than gradients of inputs.
+    gpipe runs all forward passes before all backward passes. Other schedules are Megatron's interleaved 1F1B
+    (https://arxiv.org/abs/2104.04473), which is 1F1B if the part has one stage. zero_bubble is ZB-H1 (https://arxiv.org/abs/2401.10241):
+    coordinate c computes gradients of parameters c micro-batches later than those of inputs.
     """
     own = [coordinate + number * parts for number in range(each)]
     if name == "gpipe":
@@ -70,7 +70,7 @@ def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: in
 
 
 def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
-    """Merges the orders of all parts of the mesh by start time, under the assumption that all actions take equally long."""
+    """Merges the orders of all parts of the mesh by start time, if all actions take equally long."""
     done: dict[tuple[bool, int, int], int] = {}  # (is a forward pass, stage, micro-batch) -> end time
     waiting, free, merged = [list(order) for order in orders], [0] * len(orders), list[tuple[int, int, Action]]()
     while any(waiting):
@@ -88,7 +88,7 @@ def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
 
 
 def _start(action: Action, done: dict[tuple[bool, int, int], int], stages: int) -> int | None:
-    """Time at which the inputs of an action are ready. None if an input is not computed yet."""
+    """Time at which the inputs of an action are ready, or None if an input is not computed yet."""
     kind, stage, one = action
     if kind == "forward":
         return done.get((True, stage - 1, one)) if stage else 0

@@ -1,6 +1,5 @@
-"""ATen's special functions in float32, written in terms of other ops: series, asymptotic expansions, and sums that approximate integrals.
-The rules refuse complex numbers, and float64, because the sums have only enough terms for float32. The module `composed` uses these rules.
-"""
+"""ATen's special functions in terms of other ops: series, asymptotic expansions, and sums that approximate integrals. The rules refuse
+complex numbers, and float64, because the sums have only enough terms for float32."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,12 +10,12 @@ import torch
 
 aten = torch.ops.aten
 EULER = 0.5772156649015329
-_FAR = 25.0  # above this argument, asymptotic expansions have an error below 1e-7
+_FAR = 25.0  # from here on, asymptotic expansions have an error below 1e-7
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the rule of an op. The rule computes in float32, and refuses float64 and complex operands. The result has the dtype of the
-    first float operand, or float32 for ints."""
+    """Rule that computes in float32, and refuses float64 and complex operands. The result has the dtype of the first float operand, or
+    float32 for ints."""
 
     def rule(x: Any, *others: Any) -> Any:
         given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
@@ -33,8 +32,8 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
-    """Mean of `term(x, angle)` over angles from 0 to pi, by the trapezoidal rule. The rule converges fast if the even continuation of the
-    function is smooth."""
+    """Mean of `term(x, angle)` over angles from 0 to pi, by the trapezoidal rule, which converges fast if the even continuation is
+    smooth."""
     ends = (term(x, 0.0) + term(x, math.pi)) / 2
     return (ends + sum(term(x, math.pi * k / count) for k in range(1, count))) / count
 
@@ -52,7 +51,7 @@ def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
 
 
 def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
-    """Even and odd part of the asymptotic expansion in 1 / (8 x), which I, J, K and Y use for large arguments."""
+    """Even and odd part of the asymptotic expansion of I, J, K and Y in 1 / (8 x)."""
     mu, term, terms = 4.0 * order * order, 1.0, [1.0]
     for k in range(1, 6):
         term *= (mu - (2 * k - 1) ** 2) / k
@@ -64,7 +63,7 @@ def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
 
 
 def _i_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(-|x|) I(x). The weights of order 1 sum to 0, so exp can be replaced by expm1, which is precise for small x."""
+    """exp(-|x|) I(x). The weights of order 1 sum to 0, so expm1 can replace exp, and is precise for small x."""
 
     def function(x: Any) -> Any:
         size = x.abs()
@@ -85,7 +84,7 @@ _i0e, _i1e = _i_scaled(0), _i_scaled(1)
 
 
 def _i0(x: Any) -> Any:
-    half = torch.exp(x.abs() / 2)  # exp(|x|) may overflow although the product is finite
+    half = torch.exp(x.abs() / 2)  # exp(|x|) may overflow
     return half * _i0e(x) * half
 
 
@@ -104,8 +103,7 @@ def _psi_series(order: int, z: Any, count: int) -> Any:
 
 
 def _k_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(x) K(x). Uses the series up to x = 1, and the integral of exp(-x cosh t) cosh(order t) up to x = 25. For larger x, uses the
-    asymptotic expansion."""
+    """exp(x) K(x): the series up to x = 1, the integral of exp(-x cosh t) cosh(order t) up to x = 25, then the asymptotic expansion."""
 
     def function(x: Any) -> Any:
         low = x.clamp(max=1.0)
@@ -117,7 +115,6 @@ def _k_scaled(order: int) -> Callable[[Any], Any]:
         for k in range(1, 21):
             wide = math.cosh(step * k)
             total = total + torch.exp(high * (1 - wide)) * (wide if order else 1.0)
-        # For large x the sum has too few terms.
         far = x.clamp(min=_FAR)
         even, odd = _hankel(order, far, 1.0)
         integral = torch.where(x <= _FAR, total * step, (even + odd) * torch.sqrt(math.pi / (2 * far)))
@@ -147,7 +144,7 @@ def _j(order: int) -> Callable[[Any], Any]:
 
 
 def _y(order: int) -> Callable[[Any], Any]:
-    """Bessel function Y. Uses the series up to x = 2, integrals up to x = 25, and the asymptotic expansion for larger x."""
+    """Bessel function Y: the series up to x = 2, integrals up to x = 25, then the asymptotic expansion."""
     j, nodes = _j(order), _gauss(32)
 
     def function(x: Any) -> Any:
@@ -181,11 +178,11 @@ def _spherical_j0(x: Any) -> Any:
 # --- gamma and error functions ----------------------------------------------------------------------------------------
 
 _BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66)
-_SHIFT = 10  # increment of arguments before asymptotic expansions are used
+_SHIFT = 10  # added to arguments of asymptotic expansions
 
 
 def _of_positive(n: int, x: Any) -> Any:
-    """The n-th derivative of digamma for x > 0: explicit terms up to x + 10, then the Euler-Maclaurin formula."""
+    """n-th derivative of digamma for x > 0: explicit terms up to x + 10, then the Euler-Maclaurin formula."""
     y = x + _SHIFT
     if n == 0:
         z = 1 / (y * y)
@@ -201,7 +198,7 @@ def _of_positive(n: int, x: Any) -> Any:
 
 
 def polygamma(n: int, x: Any) -> Any:
-    """Uses the reflection formula below 0. The derivatives of cot(pi x) in this formula are polynomials in cot(pi x)."""
+    """Uses the reflection formula below 0, in which the derivatives of cot(pi x) are polynomials in cot(pi x)."""
     reflected = torch.where(x < 0, 1 - x, x)
     made = _of_positive(n, reflected)
     fraction = x - torch.round(x)
@@ -216,7 +213,7 @@ def polygamma(n: int, x: Any) -> Any:
 
 
 def _inverse_of_erfc(q: Any) -> Any:
-    """Inverse of erfc for q from 0 to 1: Halley's method, started from Winitzki's estimate."""
+    """Inverse of erfc for q from 0 to 1: Halley's method from Winitzki's estimate."""
     log = torch.log(q * (2 - q))
     first = 2 / (math.pi * 0.147) + log / 2
     y = torch.sqrt(torch.sqrt(first * first - log / 0.147) - first)
@@ -249,7 +246,7 @@ def _erfcx(x: Any) -> Any:
 
 
 def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
-    """Evaluates a polynomial by the angle whose cosine is x, or by the hyperbolic angle if |x| is larger than 1."""
+    """Evaluates a polynomial by the angle with cosine x, or by the hyperbolic angle if |x| is larger than 1."""
 
     def function(x: Any, n: Any) -> Any:
         x = 2 * x - 1 if is_shifted else x
@@ -316,7 +313,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "special_ndtri": _ndtri,
     "special_erfcx": _erfcx,
 }
-# Ops that torch differentiates by its own rules.
+# Ops that torch's own rules differentiate.
 _WORDS = "i0 special_i0e special_i1 special_i1e digamma polygamma erfinv special_ndtri special_erfcx"
 DERIVED = {getattr(aten, name).default for name in _WORDS.split()}
 SPECIAL: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Traces a stage of a pipeline. One function computes the forward pass of the stage. One or two functions compute the backward pass."""
+"""Traces a stage of a pipeline as one function of the forward pass, and one or two of the backward pass."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from hostweave.types.tensor import TensorType
 
 
 def example_of(stages: Sequence[Stage], source: Source, examples: Sequence[Any], microbatches: int) -> torch.Tensor:
-    """Example tensor for an argument of a stage, for one micro-batch."""
+    """Example of an argument of a stage, for one micro-batch."""
     if source.stage is None:
         first: torch.Tensor = examples[source.number].detach().chunk(microbatches)[0]
         return first
@@ -49,7 +49,7 @@ def traced_stage(
     splits: bool,
     is_last: bool,
 ) -> tuple[Stage, tuple[int, AxesOfDims]]:
-    """Returns the stage, and `rows`: the number of rows of a micro-batch, and the mesh axes that shard these rows."""
+    """Returns the stage, and `rows`: the number of rows of a micro-batch, and their mesh axes."""
     graph_of, _, reads = exported(module, tuple(given), {}, None, True)
     names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     labels = [arguments[source.number] if source.stage is None else name for source, name in zip(sources, names, strict=True)]
@@ -105,11 +105,8 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
-    """Returns one half of a backward pass, as a graph of the wanted gradients. Also returns the names of the values that this half saves.
-
-    If `before` is empty, this is the first half. The first half saves the values that the second half needs. The second half saves nothing.
-    It takes the saved values as arguments, and `before` maps their names to types.
-    """
+    """Half of a backward pass, as a graph of the wanted gradients, and the names of the values that this half saves. The first half saves
+    values for the second half, which takes them as arguments. `before` has the types of these, and is empty in the first half."""
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)
     inner, following = set[Node](), [*outputs]

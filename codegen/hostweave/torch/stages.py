@@ -1,4 +1,4 @@
-"""Stages of a pipeline: modules, the sources of their arguments, their parts of the mesh, and their entries of the plan."""
+"""Stages of a pipeline."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from hostweave.torch.state import State
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
-AXIS = "pp"  # name of the mesh axis for the stages, if the mesh has several axes
+AXIS = "pp"  # mesh axis of the stages, if there are several axes
 HERE = "hostweave.torch.compile"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a stage's argument: argument `number` of the pipeline if `stage` is None, otherwise result `number` of that stage."""
+    """Source of a stage's argument: result `number` of `stage`, or argument `number` of the pipeline if `stage` is None."""
 
     stage: int | None
     number: int
@@ -40,7 +40,7 @@ class StagePart:
     types: list[TensorType]
 
     def __call__(self, value: Callable[[Node, str], hw.Tensor]) -> dict[Node, hw.Tensor]:
-        """Calls the function, and maps nodes to its results. `value(node, name)` returns the argument for an input of the graph."""
+        """Calls the function, and maps nodes to results. `value(node, name)` returns the argument for an input of the graph."""
         taken = {name: value(node, name) for node, name in self.graph.names.items()}
         made = self.function(*(taken[name] for name in self.graph.input_types))
         nodes = [node for node in self.graph.outputs if node not in self.graph.constants]
@@ -49,8 +49,6 @@ class StagePart:
 
 @dataclass
 class Stage:
-    """A stage: its module, its part of the mesh, the sources of its arguments, and its functions."""
-
     number: int
     module: nn.Module
     mesh: Mesh
@@ -58,7 +56,7 @@ class Stage:
     outer: Graph
     joint: Joint
     forward: StagePart
-    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # action -> (function, source index or name per result)
+    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # by action: (function, source index or name per result)
     state: State | None = None
 
     @property
@@ -70,7 +68,7 @@ class Stage:
 
     @property
     def returned(self) -> list[tuple[Node, Node]]:
-        """Pairs each result and saved value of the forward pass with its node of the forward graph."""
+        """Pairs results and saved values with their nodes of the forward graph."""
         return list(zip((*self.joint.results, *self.joint.saved), self.forward.graph.returned, strict=True))
 
     def type_of(self, result: Node) -> TensorType:
@@ -78,7 +76,7 @@ class Stage:
         return self.forward.types[computed.index(result)]
 
     def source_of(self, number: int) -> Source | None:
-        """Source of a tensor that the joint graph takes. None for a tensor of the module."""
+        """Source of an argument of the joint graph. None for a tensor of the module."""
         if self.joint.origins[number].kind != "argument":
             return None
         return self.sources[self.outer.arguments.index(self.joint.sources[number])]
@@ -95,7 +93,7 @@ class WithLoss(nn.Module):
 
 
 def cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], list[list[Source]]]:
-    """Returns a pipeline's argument names, its stages, and the sources of each stage's arguments."""
+    """Argument names, stages, and sources of each stage's arguments."""
     if not isinstance(pipe, Pipe):
         modules = list(pipe)
         if not modules or not all(isinstance(module, nn.Module) for module in modules):

@@ -1,7 +1,6 @@
-"""Attributes of modules that a forward pass reads, except tensors. A call of a compiled module raises ArgumentError if such an attribute
-has changed.
+"""Attributes of modules, except tensors, that a forward pass reads. A call raises ArgumentError if such an attribute has changed.
 
-Reads are recorded while the module is traced. A call compares the recorded values with the current ones, one tuple per module.
+Reads are recorded during the trace. A call compares one tuple per module.
 """
 
 import types
@@ -14,14 +13,14 @@ from torch import nn
 from torch.nn.modules import module as of_all_modules
 from torch.utils.hooks import RemovableHandle
 
-_OF_TORCH = set(vars(nn.Module())) - {"training"}  # attributes that torch itself reads
+_OF_TORCH = set(vars(nn.Module())) - {"training"}  # read by torch
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ABSENT = object()
 _CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType | types.BuiltinFunctionType
 
 
 class State:
-    """The recorded state, by the path of each module. `changed` compares it with the current state."""
+    """Recorded values, by the path of each module."""
 
     def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
         modules = {path: part for path, part in module.named_modules() if path in reads}
@@ -31,7 +30,7 @@ class State:
         of_instances = {path: [name for name in names if name in self._held[path]] for path, names in self._names.items()}
         self._fast = [(itemgetter(*names), self._held[path]) for path, names in of_instances.items() if names]
         self._expected = [read(held) for read, held in self._fast]
-        # not getattr, which would call properties: a parametrization such as spectral_norm writes to its buffers
+        # not getattr, because properties, such as those of spectral_norm, may write to buffers
         found = [
             self._held[path].get(name, getattr(type(part), name, None)) for path, part in modules.items() for name in self._names[path]
         ]
@@ -55,10 +54,10 @@ class State:
                 [read(held) for read, held in self._fast] == self._expected
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
-                and RemovableHandle.next_id == self._handles  # no hook was added to any module since compile time
+                and RemovableHandle.next_id == self._handles  # no hook was added to any module
                 and [of.forward for of in self._classes] == self._forwards
             )
-        except Exception:  # tensors were compared, or an attribute is missing
+        except Exception:  # a comparison of tensors, or a missing attribute
             is_same = False
         if is_same:
             return ""
@@ -104,7 +103,7 @@ def _contents(one: Any) -> Any:
 
 
 def _containers(found: list[Any]) -> list[Any]:
-    """Mutable objects and containers that are reachable from these values."""
+    """Mutable objects that are reachable from these values."""
     seen: dict[int, Any] = {}
     following = list(found)
     while following:
@@ -120,7 +119,7 @@ def _containers(found: list[Any]) -> list[Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """True if two values are the same object, equal values of a type in NUMBERS, or containers of such values."""
+    """True for the same object, equal values of a type in NUMBERS, and containers of such values."""
     if one is other:
         return True
     if type(one) is not type(other):

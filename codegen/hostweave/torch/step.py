@@ -1,4 +1,4 @@
-"""A compiled training step: forward pass, backward pass and optimizer step. With accumulation, a second program adds up gradients."""
+"""A compiled training step. With accumulation, a second program adds up gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -23,20 +23,19 @@ from hostweave.torch.updates import Updates, clipped, copied_to, local, squares,
 from hostweave.types.tensor import TensorType
 
 _SUM = "sum"  # suffix of the names of accumulated gradients
-_IS_FIRST = "is_first"  # input of the program that accumulates gradients: 1 in the first call, which starts a new sum
+_IS_FIRST = "is_first"  # input of the accumulating program: 1 in the first call of a sum
 
 
 class TrainingStep(Differentiated):
     """A training step, as `hostweave.torch.compile` returns it for `optimizer=`. A call returns the module's results, and updates
     parameters.
 
-    The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. In each call that
-    updates, the optimizer's code computes numbers such as learning rates. In all other respects a TrainingStep is a CompiledModule.
+    The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. In each update, the
+    optimizer's code computes numbers such as learning rates. In all other respects a TrainingStep is a CompiledModule.
 
-    With `accumulate=N` the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
-    `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the loss is scaled and the gradients are unscaled
-    before the update. If a gradient is then not finite, the update is skipped: the call changes neither parameters nor optimizer state. The
-    scale changes after each update, also after a skipped update.
+    With `accumulate=N`, the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
+    `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the update is skipped if a gradient is not finite:
+    parameters and optimizer state do not change. The scale changes after each update, skipped or not.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class TrainingStep(Differentiated):
         self._adding = parts[-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a step, or adds gradients. Returns the module's results before the update.
+        """Runs a step, or adds gradients. Returns the module's results from before the update.
 
         Raises ArgumentError if arguments do not fit, or if the module or the optimizer has changed since compile time. In a group, also
         raises ArgumentError if the plan shards a parameter that is not a DTensor.
@@ -85,7 +84,7 @@ class TrainingStep(Differentiated):
         return self._ended(passed, results)
 
     def _step(self, given: Sequence[Any], group: Group | None) -> list[Any]:
-        """Computes the results of the module, and updates parameters and state."""
+        """Results of the module. Updates parameters and state."""
         part, updates = self._part, self._updates
         had_state = updates.has_state()
         numbers, hosts = updates.next(self._name, self._device)
@@ -100,7 +99,7 @@ class TrainingStep(Differentiated):
         return made[:count]
 
     def _add(self, given: Sequence[Any], group: Group | None) -> list[Any]:
-        """Computes the results of the module, and adds the gradients to the sums."""
+        """Results of the module. Adds the gradients to the sums."""
         is_first = copied_to(self._device, torch.tensor(float(self._added == 0)))
         made = self._adding({**self._adding.taken(given), **self._sums_now(), **self._scale_now(), _IS_FIRST: is_first}, group)
         self._added += 1
@@ -118,11 +117,11 @@ class TrainingStep(Differentiated):
     # --- the programs -------------------------------------------------------------------------------------------------
 
     def _update(self, graph: Graph) -> GradientUpdate:
-        """Returns the optimizer's step for the gradients of the graph: types of its inputs, donated inputs, and its computation."""
+        """The optimizer's step at the end of the program."""
         updates = self._updates
         of_name = {one.name: one for one in updates.parameters}
         types: dict[str, TensorType] = {}
-        for name, stated in graph.input_types.items():  # state comes after its parameter, so that the inputs of a layer are adjacent
+        for name, stated in graph.input_types.items():  # state follows its parameter, so that the inputs of a layer are adjacent
             types |= of_name[name].types(stated) if name in of_name else {name: stated}
             types |= {f"{name}_{_SUM}": stated} if name in of_name and self._accumulate > 1 else {}
         types |= updates.numbers()
@@ -131,7 +130,7 @@ class TrainingStep(Differentiated):
         return GradientUpdate(types, donated, len(updates.parameters), self._compute)
 
     def _addition(self, graph: Graph) -> GradientUpdate:
-        """Inputs and results of a program that accumulates gradients."""
+        """Adds gradients to their sums at the end of the program."""
         own = {f"{one.name}_{_SUM}": graph.input_types[one.name] for one in self._updates.parameters}
         donated = {name: number for number, name in enumerate(own, self._count_of_results(graph))}
 
@@ -145,8 +144,8 @@ class TrainingStep(Differentiated):
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """Returns the new parameters and state. With clipping, the gradient norm comes first. With scaling, the number of
-        gradient elements that are not finite precedes the parameters."""
+        """With clipping the gradient norm, with scaling the number of gradient elements that are not finite, then the new parameters and
+        state."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updates.parameters, gradients, strict=True)]
         norm, found_odd = list[hw.Tensor](), list[hw.Tensor]()
@@ -160,7 +159,7 @@ class TrainingStep(Differentiated):
 
 
 def _with_gradients(module: nn.Module, joint: Joint, graph: Graph) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yields the parameters with gradients, in the order of the gradients, as (input of the graph, path, tensor)."""
+    """Parameters with gradients, in their order: (input of the graph, path, tensor)."""
     names = {of: name for name, of in graph.parameters.items()}
     for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
         if node is None:

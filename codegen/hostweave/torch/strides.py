@@ -1,4 +1,4 @@
-"""Strides of tensors in decomposed graphs. Results of rules have the strides of torch's ops, so that as_strided reads the same elements."""
+"""Gives results of decomposition rules the strides of torch's ops, so that as_strided reads the same elements."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Returns the order of dims in which the elements are contiguous in memory. None if there is no such order."""
+    """Order of dims in which the elements are contiguous in memory, or None."""
     order, step = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim])), 1
     for dim in order:
         if sizes[dim] != 1 and strides[dim] != step:
@@ -26,7 +26,7 @@ def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None
 
 
 def of_storages(graph: Graph) -> None:
-    """Makes each as_strided of a view read the tensor that owns the memory, because a decomposed view may own a copy."""
+    """Makes each as_strided of a view read the tensor that owns the memory, because a decomposed view may be a copy."""
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
         owner, size, stride, *offset = node.args
         begin = offset[0] if offset and offset[0] is not None else owner.meta["val"].storage_offset()
@@ -36,7 +36,7 @@ def of_storages(graph: Graph) -> None:
 
 
 def _viewed(node: Any) -> Node | None:
-    """The operand whose memory a node shares. None for new memory, another dtype, or `hostweave.detach`."""
+    """Operand whose memory a node shares. None for new memory, another dtype, or `hostweave.detach`."""
     operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # getitem: a result of unbind()
     shared = [one for one in operands if _memory(one) == _memory(node)]
     return shared[0] if shared and node.target != ops.detach.default else None
@@ -48,8 +48,8 @@ def _memory(node: Node) -> Any:
 
 
 def as_laid_out(op: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a rule whose results have the strides of the op's results, because view() and as_strided() depend on these strides. If `rule`
-    returns an operand or a view of an operand, as for `narrow_copy`, the result is a copy."""
+    """Rule whose results have the strides of the op's results. If `rule` returns a view of an operand, as for `narrow_copy`, the result is
+    a copy."""
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):  # torch.export replaces such ops by their rules
         return rule
 
@@ -77,8 +77,8 @@ def _with_strides(x: Any, like: Any) -> Any:
 
 
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Reads elements of the memory of x by strides. The result is a permuted view if each element of x occurs once. Returns NotImplemented
-    if the memory of x has gaps, or if an element is outside of x."""
+    """Reads elements of the memory of x, as a permuted view if each element occurs once. Returns NotImplemented if the memory has gaps, or
+    if an element is outside of x."""
     held = _by_stride(x.shape, x.stride())
     if held is None:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Translates a graph of ATen ops to a fusion. Equal layers of a module become calls of one function."""
+"""Translates a graph of ATen ops to a fusion. Equal layers become calls of one function."""
 
 import operator
 import re
@@ -35,7 +35,7 @@ def traced(graph: Graph, name: str, options: Options) -> Fusion:
 
 
 def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function, list[TensorType]]:
-    """Translates a graph to a function on the graph's mesh. Also returns the types of its results."""
+    """Translates a graph to a function. Also returns the types of its results."""
     starts = _starts(graph, name, options, f"{name}_")
     outputs = [node for node in graph.outputs if node not in graph.constants]
     types = [graph.type_of(node) for node in outputs]
@@ -47,11 +47,11 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     return hw.block(**inputs)(_program(graph, name, starts)), types
 
 
-LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node of a layer -> (layer, its function or a layer with equal results)
+LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # by first node: (layer, its function or a layer with equal results)
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
-    """Maps the first node of each repeated layer to the layer's function. Names of functions begin with `prefix`."""
+    """Functions of repeated layers. Their names begin with `prefix`."""
     layers = repeated_layers(graph)
     types = _types_between(graph, name, layers, options) if layers else {}
     layers = alike([layer for layer in layers if _takes_the_same(graph, layer, types)])
@@ -60,7 +60,7 @@ def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Laye
 
 
 def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Fusion:
-    """Records the graph as a fusion. Omits the graph's update if `names` is given."""
+    """Records the graph as a fusion, without its update if `names` is given."""
     update = None if names is not None else graph.update
     types: dict[str, Any] = {**(update.types if update else graph.input_types)}
     donated = {} if names is not None else graph.donated
@@ -68,8 +68,8 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 
 
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
-    """Returns the function that records a graph. If `names` is given, the function omits the graph's update, and names the values of the
-    nodes in `names`. The function stores each name in `names`, or "" for an input. Several nodes may have the same value."""
+    """Function that records a graph. With `names`, the function omits the update, and stores the name of each of these nodes' values in
+    `names`, or "" for an input. Nodes may share a value."""
     update, names = (None if names is not None else graph.update), names or {}
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -92,14 +92,14 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
         for (number, node), value in zip(outputs, made, strict=True):
             label = graph.labels[number] if graph.labels else graph.keys.get(node)
             if label and value._op is not None:
-                value.named(unique_name(label, value._trace.named))  # unique, because an argument may have the same name
+                value.named(unique_name(label, value._trace.named))  # an argument may have the same name
         for number, node in enumerate(names):
             if values[node]._op is not None:
                 names[node] = values[node]._name or f"between_{number}"
                 values[node].named(names[node])
         if update:
             made[-update.gradients :] = update.compute(inputs, made[-update.gradients :])
-        if not made:  # all results are constants
+        if not made:
             made.append(full(Result((torch.float32,), ((1,),), next(iter(inputs.values()))), 0))
         return tuple(made)
 
@@ -108,9 +108,9 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
-    """Reshards an output to its sharding in `graph.results`. Without `graph.results`, an output is sharded by rows or replicated, unless
-    the plan or the module states its sharding."""
-    if number < len(graph.written):  # the output has the sharding of the tensor to which it is written
+    """Reshards an output to its sharding in `graph.results` or, without this list, by rows or replicated, unless the plan or the module
+    states a sharding."""
+    if number < len(graph.written):  # sharded like the tensor to which it is written
         return value
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
@@ -131,7 +131,7 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         adds_dims = all(values[other].ndim < value.ndim for other in user.all_input_nodes if isinstance(values.get(other), hw.Tensor))
         is_pointwise = not isinstance(user.target, torch._ops.OpOverload) or torch.Tag.pointwise in user.target.tags
-        is_number = not adds_dims and is_pointwise  # other ops may require a tensor instead of a number
+        is_number = not adds_dims and is_pointwise  # other ops may require a tensor
         return value.item() if is_number else full(Result((value.dtype,), (shape_of(value),), of), value.item())
     if isinstance(value, torch.SymInt):
         return size_of(value)
@@ -175,7 +175,7 @@ def _stated(graph: Graph, node: Node, made: Any) -> Any:
 
 
 def _word(node: Node) -> str | None:
-    """Variable name for a node's value: the name of the innermost module if the value is the result of that module. Otherwise None."""
+    """Variable name of a module's result: the module's name. None for other values."""
     paths = modules_of(node)
     if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
@@ -187,8 +187,7 @@ def _word(node: Node) -> str | None:
 
 
 def state_written(graph: Graph, name: str, options: Options) -> None:
-    """States the shardings of written arguments, such as caches, that are not in the plan. An argument gets the sharding of the value that
-    is written to it."""
+    """Shards written arguments that are not in the plan, such as caches, like the values that are written to them."""
     sources = {
         graph.names[node]: source
         for node, value in graph.written.items()
@@ -209,8 +208,8 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
 
 
 def _types_between(graph: Graph, name: str, layers: list[Layer], options: Options) -> dict[Node, TensorType]:
-    """Infers the types of values between layers from a program without functions. The program contains only the first two of several equal
-    layers. The results of the second layer represent the results of all later layers."""
+    """Infers the types of values between layers from a program without functions, with only the first two of several equal layers. The
+    results of the second layer represent those of later layers."""
     if graph.mesh.size == 1:
         return {}
     alike: dict[int, list[Layer]] = {}
@@ -228,7 +227,7 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
 
 
 def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
-    """Infers the types of the values of nodes, with their shardings, from a program without functions."""
+    """Infers the types of nodes in `names` from a program without functions."""
     types = _with_shardings(_fusion(graph, name, starts, names), options).types
     return {node: replace(types[name], partial=None, mesh=graph.part) for node, name in names.items() if name in types}
 
@@ -240,13 +239,13 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if the results that the next equal layer reads have the types of the program inputs that this layer reads."""
+    """True if results for the next equal layer have the types of the program inputs in their place in this layer."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 
 
 def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType], prefix: str) -> Function:
-    """Returns the function of a group of equal layers. Values between layers have the sharding inferred for the first layer's results."""
+    """Function of equal layers. Values between layers are sharded like the results of the first layer."""
     assert layer is not None
     taken: dict[str, None] = {}
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""Modules that are compiled for training. The grad_fn of a result of `TrainingModule` calls the compiled backward program."""
+"""Modules that are compiled for training."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -25,16 +25,16 @@ from hostweave.torch.ops import keep, kept
 from hostweave.torch.transforms import expect_eager, inference_tensor
 from hostweave.torch.updates import local
 
-Compile = Callable[..., Program]  # compiles a graph; `end` is appended to the program's name
+Compile = Callable[..., Program]  # (graph, end of the program's name)
 
 
 class Differentiated(CompiledModule):
-    """A module with compiled gradients. Each program of the module computes a part of the joint graph."""
+    """A module with compiled gradients."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
-        # For each argument of the joint graph: the parameter, or None. `_wants` is True for parameters that require grad.
+        # For each argument of the joint graph: the parameter, or None; and True if it is a parameter that requires grad.
         self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
         self._wants = [held is not None and held.requires_grad for held in self._held]
 
@@ -51,7 +51,7 @@ class Differentiated(CompiledModule):
                 raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile time; compile again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
-        """Tensor for the argument of the joint graph with this index. None for a constant."""
+        """Tensor for an argument of the joint graph. None for a constant."""
         origin = self._joint.origins[number]
         if origin.kind not in ("argument", "seeds"):
             return self._held[number]
@@ -64,7 +64,7 @@ class Differentiated(CompiledModule):
         return tensor
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
-        """Maps nodes to the arguments of a call. Also returns the arguments of the joint graph."""
+        """Arguments of a call by node, and arguments of the joint graph."""
         arrays = self._arrays(args, kwargs)
         expect_eager(self._name, [*self._held_tensors.tensors, *arrays.values()])
         self._expect_unchanged()
@@ -74,7 +74,7 @@ class Differentiated(CompiledModule):
         return passed, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
     def _ended(self, passed: dict[Node, torch.Tensor], results: Sequence[Any]) -> Any:
-        """Builds the module's result. Writes to the buffers that the forward pass updates, such as running statistics."""
+        """Builds the module's result. Updates buffers, such as running statistics."""
         known = {**passed, **dict(zip(self._joint.results, results, strict=True))}
         self._expect_valid(known)
         for node, value in self._graph.written.items():
@@ -87,8 +87,8 @@ class Differentiated(CompiledModule):
 
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
-    the outputs and the values saved for the backward pass. The program `backward` computes the gradients, which are sharded like the
-    parameters. In all other respects a TrainingModule is a CompiledModule."""
+    the outputs and the values saved for the backward pass. The program `backward` computes the gradients. In all other respects a
+    TrainingModule is a CompiledModule."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph(joint.shared)
@@ -97,7 +97,7 @@ class TrainingModule(Differentiated):
         self._backward = ProgramPart(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
         super().__init__(module, exported, joint, forward, self._backward)
         tensors = {*backward_graph.parameters.values()}
-        self._read = {*joint.numbers_of(backward_graph).values()}  # indices of the arguments of the joint graph that `backward` reads
+        self._read = {*joint.numbers_of(backward_graph).values()}  # arguments of the joint graph that `backward` reads
         self._read |= {number for number, origin in enumerate(joint.origins) if origin.name in tensors}
         self._lock = threading.Lock()
         self._gather: Program | None = None
@@ -108,21 +108,21 @@ class TrainingModule(Differentiated):
         return self._backward.program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments, and records the call for gradients. Raises ArgumentError if the module was compiled for
-        different arguments, or has changed since compile time."""
+        """Calls the module, and records the call for gradients. Raises ArgumentError if the module was compiled for different arguments, or
+        has changed since compile time."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, self._group(), *given)  # type: ignore[no-untyped-call]
         return self._ended(passed, made)
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Runs the forward program. Returns the results, and the values saved for the backward pass."""
+        """Results, and values saved for the backward pass."""
         values = self._part(self._part.taken(given), group)
         results, others = values[: len(self._joint.results)], iter(values[len(self._joint.results) :])
         shared = self._joint.shared
         return results, [results[shared[node]].detach() if node in shared else next(others) for node in self._joint.saved]
 
     def _gradients(self, group: Group | None, given: Any, saved: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Returns the gradient of each argument of the joint graph. None for an argument without gradient."""
+        """Gradient of each argument of the joint graph, or None."""
         part, joint = self._backward, self._joint
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
@@ -135,8 +135,7 @@ class TrainingModule(Differentiated):
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
-        """Converts gradients to the layout of the parameters. The gradient of a DTensor becomes a DTensor. Gathers the gradient of a
-        parameter if each rank has the whole parameter."""
+        """Converts gradients to the layout of the parameters: a DTensor for a DTensor, gathered for a whole parameter."""
         made: list[Any] = list(found)
         if self._sharded:
             whole = self._gather_program()(*(found[number] for number in self._sharded), group=group)
@@ -146,12 +145,12 @@ class TrainingModule(Differentiated):
 
     @cached_property
     def _sharded(self) -> list[int]:
-        """Indices of parameters that each rank has whole although the plan shards them."""
+        """Indices of parameters that are whole on each rank although the plan shards them."""
         plain = [number for number, held in enumerate(self._held) if self._wants[number] and not isinstance(held, DTensor)]
         return [number for number in plain if any(self._joint.axes_of(self._joint.origins[number]))]
 
     def _gather_program(self) -> Program:
-        """Program that gathers the gradients of parameters that each rank has whole although the plan shards them."""
+        """Program that gathers the gradients of the parameters `_sharded`."""
         with self._lock:  # ranks may be threads
             if self._gather is None:
                 joint = self._joint
@@ -165,13 +164,13 @@ class TrainingModule(Differentiated):
 
                 gather.__name__ = f"{self.program.name}_gather"
                 fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
-                options = replace(self.program.compiled.options, sizes={}, choices={})  # these two fit only the module's program
+                options = replace(self.program.compiled.options, sizes={}, choices={})
                 self._gather = compile_program(fusion, target=self.program.target.name, options=options)
             return self._gather
 
 
 class _Step(torch.autograd.Function):
-    """One call of a `TrainingModule`. `forward` runs the forward program, and `backward` runs the backward program."""
+    """A call of a `TrainingModule`."""
 
     @staticmethod
     def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:
@@ -208,8 +207,8 @@ class _Step(torch.autograd.Function):
 
 
 def _version_of(result: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the version counter of a result. Autograd saves this tensor, and so reports a write to the result. The backward
-    pass reads a copy of the result."""
+    """Empty tensor with the version counter of a result. Autograd saves it, and so reports writes to the result, of which the backward pass
+    reads a copy."""
     with torch.no_grad():
         made = result.detach()
         made.data = made.new_empty(0)

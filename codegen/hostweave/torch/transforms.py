@@ -1,4 +1,4 @@
-"""Refuses calls in transforms, tracers and modes of torch that do not see the ops of a compiled program."""
+"""Refuses calls in transforms, tracers and modes of torch, which do not see the ops of a program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REMEDY = "apply it to the original module, or compile with training=True and ca
 
 
 def expect_eager(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises ArgumentError in a transform of torch.func and in a tracer, and for tensors with a tangent of forward-mode derivatives."""
+    """Raises ArgumentError in a transform of torch.func, in a tracer, and for tensors with a tangent of forward-mode derivatives."""
     if peek_interpreter_stack() is not None or any(map(is_legacy_batchedtensor, tensors)):
         why = "torch.vmap, torch.func.jvp, is_grads_batched=True and similar transforms do not see the ops of a compiled module"
     elif forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
@@ -33,7 +33,7 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def inference_tensor(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Describes the first tensor that was created in torch.inference_mode(), with the remedy. Empty if there is none."""
+    """Error text for the first tensor that was created in torch.inference_mode(), or ""."""
     found = next((name for name, tensor in tensors if tensor.is_inference()), "")
     why = "was created in torch.inference_mode(), so autograd cannot use it; create it outside, or pass its clone()"
     return f"{found} {why}" if found else ""

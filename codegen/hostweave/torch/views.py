@@ -1,6 +1,6 @@
-"""Results of a module that share memory with another tensor: the module's own tensors, arguments, and views of these or of results.
+"""Results of a module that share memory: tensors of the module, arguments, and views of these or of results.
 
-A call makes such a result from the other tensor, with the view ops of the graph. A write to the result then reaches the other tensor.
+A call makes such a result from the other tensor by the graph's view ops, so that a write to the result reaches the other tensor.
 """
 
 import operator
@@ -18,8 +18,8 @@ _DETACH = "hostweave.detach.default"
 
 
 def shared_results(graph: Any) -> dict[Node, Node]:
-    """Maps each result of a Graph that shares memory with another tensor to the node of that tensor. A view of a sharded
-    argument or result has its own memory, because a view of a rank's block may differ from the block of the view."""
+    """Maps results to the nodes with which they share memory. A view of a sharded argument or result shares no memory, because a view of a
+    block may differ from the block of the view."""
     results = dict.fromkeys(node for node in graph.of_module if isinstance(node, Node) and not is_complex(node))
     bases = {node: base for node in results if (base := _base(graph, node)) is not None}
     counts, kept = Counter(bases.values()), {*results, *graph.written.values()}
@@ -27,7 +27,7 @@ def shared_results(graph: Any) -> dict[Node, Node]:
 
 
 def _base(graph: Any, node: Node) -> Node | None:
-    """Tensor whose memory a result shares as a view, or the result itself if it is a placeholder. None if the memory is not shared."""
+    """Tensor whose memory a result shares, or the result if it is a placeholder. None if the memory is not shared."""
     chain: list[Any] = [node]
     while is_view(chain[-1]) or op_of(chain[-1]) == _DETACH:
         chain.append(chain[-1].args[0])
@@ -55,14 +55,14 @@ def _operands(chain: list[Any]) -> list[Node]:
 
 
 def _is_known(size: Node) -> bool:
-    """True if a call can compute a size from the shapes of arguments. False for an element of a tensor."""
+    """True if a size can be computed from shapes of arguments."""
     is_element = size.target is torch.ops.aten._local_scalar_dense.default
     return size.op == "placeholder" or (is_size(size) and not is_element and all(map(_is_known, size.all_input_nodes)))
 
 
 def made_again(node: Any, value: Callable[[Any], Any]) -> Any:
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
-    if op_of(node) == "view.default":  # unlike view, reshape copies if the strides of this call permit no view
+    if op_of(node) == "view.default":  # reshape copies if the strides permit no view
         return args[0].reshape(args[1])
     if op_of(node) == _DETACH:
         return args[0].detach()

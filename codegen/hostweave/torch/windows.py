@@ -1,4 +1,4 @@
-"""Pooling over windows of images, written in terms of other ATen ops. The module `composed` uses these rules."""
+"""Pooling over windows of images, in terms of other ATen ops."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ aten = torch.ops.aten
 
 
 def each(given: Any, count: int) -> list[int]:
-    """Returns a list of one number per dim. `given` is such a list, or a single number for all dims. An empty list stays empty."""
+    """One number per dim, from a list or a single number. An empty list stays empty."""
     numbers = [given] if isinstance(given, int) else list(given)
     return numbers * count if len(numbers) == 1 else numbers
 
 
 def seen(x: Any, at: Sequence[int], sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """Takes the element at position `at` of each window. `sizes` are the numbers of windows along the last dims."""
+    """Element at position `at` of each window. `sizes` are the numbers of windows along the last dims."""
     for dim, (i, n, s, d) in enumerate(zip(at, sizes, stride, dilation, strict=True), x.ndim - len(sizes)):
         x = aten.slice(x, dim, i * d, i * d + s * (n - 1) + 1, s)
     return x
@@ -42,7 +42,7 @@ def _padded(x: Any, before: Sequence[int], behind: Sequence[int], value: float) 
 
 
 def _divided(total: Any, count: Any) -> Any:
-    """Average. Averages of ints are rounded towards 0."""
+    """Average, rounded towards 0 for ints."""
     return total / count if total.is_floating_point() else torch.div(total, count, rounding_mode="trunc")
 
 
@@ -64,7 +64,7 @@ def _average(count: int) -> Callable[..., Any]:
         if divisor_override:
             return _divided(total, divisor_override)
         for dim, (size, k, s, p, n) in enumerate(zip(x.shape[-count:], kernel, stride, padding, sizes, strict=True)):
-            edge = p if count_include_pad else 0  # number of padding elements on either side that the average includes
+            edge = p if count_include_pad else 0  # padding elements on either side that count
             counts = [min(begin + k, size + edge) - max(begin, -edge) for begin in range(-p, n * s - p, s)]
             if set(counts) == {counts[0]}:
                 total = _divided(total, counts[0])

@@ -1,6 +1,6 @@
 """Convolutions and their derivatives, as matmuls of weights with windows of images.
 
-A `take` reads a window at positions that are computed from indices. The number of ops therefore does not depend on the kernel size.
+A `take` reads all windows, so the number of ops does not depend on the kernel size.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class _Kernel:
     is_reversed: bool = False  # kernel positions are in reverse order, as in transposed convolutions
 
     def seen(self, x: hw.Tensor, outs: SizePerDim) -> hw.Tensor:
-        """The input elements that each kernel position reads for each output position: [batch, channels, positions, outs]."""
+        """Input elements of each kernel position and output position: [batch, channels, positions, outs]."""
         batch, channels, *own = x.shape
         count = len(self.sizes)
         fits = all(k * n == size for k, n, size in zip(self.sizes, outs, own, strict=True) if isinstance(n, int))
@@ -50,7 +50,7 @@ class _Kernel:
         return record("take", flat, hw.expand_dims(at, (0, 1)), hw.iota(flat, 3, hw.i64), axis=3)
 
     def _numbers(self, x: hw.Tensor, sizes: SizePerDim, steps: Sequence[int], is_reversed: bool = False) -> hw.Tensor:
-        """Positions of the points of a grid in a flattened image: [points]. The grid has `sizes` points, `steps` elements apart."""
+        """Positions in a flattened image of a grid of `sizes` points, `steps` elements apart: [points]."""
         total: Any = None
         for dim, (size, step) in enumerate(zip(sizes, steps, strict=True)):
             row: Any = record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=x)
@@ -63,7 +63,7 @@ class _Kernel:
         return hw.reshape(total, _count(sizes))
 
     def outputs(self, result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, outs: SizePerDim) -> hw.Tensor:
-        """The outputs: [batch, out, outs...]. Multiplies and adds for several groups of one channel, and otherwise uses matmuls."""
+        """Outputs [batch, out, outs...], by matmuls or, for groups of one channel, by products and sums."""
         seen, (out, channels) = self.seen(x, outs), weight.shape[:2]
         batch, places = x.shape[0], _count(self.sizes)
         if self.groups > 1 and channels == 1:
@@ -79,7 +79,7 @@ class _Kernel:
         return cast(made, result.dtype)
 
     def weights(self, result: Result, x: hw.Tensor, dy: hw.Tensor, shape: SizePerDim) -> hw.Tensor:
-        """The gradient of the weight [out, channels / groups, sizes...], computed from the gradient of the outputs."""
+        """Gradient of the weight [out, channels / groups, sizes...]."""
         outs, places = dy.shape[2:], _count(self.sizes)
         seen, (out, channels), batch = self.seen(x, outs), shape[:2], x.shape[0]
         if self.groups > 1 and channels == 1:
@@ -108,7 +108,7 @@ def _widened(result: Result, x: hw.Tensor, before: Sequence[int], behind: Sequen
 def _turned(
     result: Result, y: hw.Tensor, weight: hw.Tensor, kernel: _Kernel, padding: Sequence[int], more: Sequence[int]
 ) -> tuple[hw.Tensor, hw.Tensor, _Kernel]:
-    """Converts a transposed convolution. Returns images, weight and kernel of an equal convolution with stride 1 and no padding."""
+    """Images, weight and kernel of a convolution, with stride 1 and no padding, that equals this transposed convolution."""
     for dim, s in enumerate(kernel.stride, 2):  # zeros between the elements
         if s > 1:
             size = int(y.shape[dim])
@@ -127,7 +127,6 @@ def _turned(
 def _geometry(
     weight: hw.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool, more: Any, groups: int
 ) -> tuple[_Kernel, Sequence[int], bool, Sequence[int]]:
-    """The kernel, the padding, `transposed` and the output padding of a convolution."""
     stride, padding, dilation, more = (tuple(each(sizes, weight.ndim - 2)) for sizes in (stride, padding, dilation, more))
     return _Kernel(tuple(map(int, weight.shape[2:])), stride, dilation, groups), padding, transposed, more
 

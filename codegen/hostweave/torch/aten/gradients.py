@@ -43,7 +43,7 @@ def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tens
 
 
 def _as_drawn(x: hw.Tensor, draw: Callable[[hw.Tensor], hw.Tensor]) -> hw.Tensor:
-    """Returns `draw(x)`. If x has more dims than the random generator supports, the dims after the third are merged for `draw`."""
+    """Returns `draw(x)`. Merges the dims after the third if x has more dims than the random generator supports."""
     if x.ndim <= MAX_RANDOM_DIMS:
         return draw(x)
     return hw.reshape(draw(hw.reshape(x, *x.shape[:3], -1)), *x.shape)
@@ -67,7 +67,7 @@ def _random(
             return cast(hw.sqrt(-2 * hw.log(1 - first)) * hw.cos(2 * math.pi * second), dtype)
         if dtype == torch.float64:
             return cast(first, dtype) + cast(second, dtype) * 2.0**-24
-        bits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype)  # with more bits the largest number would round to 1
+        bits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype)  # with more bits, the largest number would round to 1
         return cast(hw.floor(first * 2.0**bits) * 2.0**-bits if bits else first, dtype)
 
     return _as_drawn(full(Result((torch.float32,), result.shapes, seed), 0) if like is None else like, draw)
@@ -146,7 +146,7 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
     spread = values if tuple(values.shape) == tuple(shape) else hw.broadcast_to(values, *shape)
     many = product(number.type.shape)
     source = hw.reshape(spread, *whole.shape[:dim], str(many), *whole.shape[dim + 1 :]) if number.ndim != 1 else spread
-    if not accumulate and all(size == 1 for size in number.shape):  # writes one slice, in place if x is donated
+    if not accumulate and all(size == 1 for size in number.shape):  # one slice, written in place if x is donated
         begin = record("index", number, hw.iota(whole, dim, hw.i64))
         made = hw.dynamic_update_slice(whole, source, [begin if i == dim else 0 for i in range(whole.ndim)])
     else:
@@ -159,14 +159,14 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
 
 
 def _added(x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
-    """Adds the source to x at the indices. For bools, an element becomes true if any of its terms is true."""
+    """Adds the source to x at the indices. A sum of bools is true if any term is."""
     if x.dtype != hw.bool_:
         return hw.scatter_add(x, dim, index, source)
     return hw.scatter_add(hw.astype(x, hw.i64), dim, index, hw.astype(source, hw.i64)) != 0
 
 
 def _put_where(x: hw.Tensor, indices: Sequence[Any], mask: hw.Tensor, value: hw.Tensor, accumulate: bool) -> hw.Tensor:
-    """Sets the elements at which the mask is true to one value. With `accumulate`, adds the value to these elements instead."""
+    """Sets the elements at which the mask is true to one value or, with `accumulate`, adds the value."""
     before = next(dim for dim, index in enumerate(indices) if index is not None)
     after = x.ndim - before - mask.ndim
     mask = hw.expand_dims(mask, tuple(mask.ndim + i for i in range(after))) if after else mask
@@ -183,7 +183,7 @@ TABLE |= {
 
 
 def _scattered(function: Callable[..., hw.Tensor], x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
-    """Scatters into x. In dims other than `dim` the index may be smaller than x. The rest of x does not change."""
+    """Scatters into x. The index may be smaller than x in dims other than `dim`. The rest of x does not change."""
     made = function(beside(x, index, dim), dim, index, first(source, index.shape))
     for other, size in enumerate(x.shape):
         if str(made.shape[other]) != str(size):
@@ -249,8 +249,8 @@ TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes
 
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
-    """x * cos + rotate_half(x) * sin, computed at least in f32. With `back`, x is the gradient of the result of this op, and the result is
-    the gradient of the input."""
+    """x * cos + rotate_half(x) * sin, at least in f32. With `back`, x is the gradient of the result, and the result is that of the
+    input."""
     halves = []
     for part in (x, cos, sin):
         pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)
@@ -265,7 +265,6 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
 def _slice_scatter(
     result: Result, x: hw.Tensor, source: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> hw.Tensor:
-    """Returns x with a slice replaced by the source."""
     dim, size = dim % x.ndim, x.shape[dim]
     if not isinstance(size, int):
         raise refuse(f"a write to a slice of a dim of {size} is not supported; use a fixed size")

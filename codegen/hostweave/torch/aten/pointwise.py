@@ -99,8 +99,7 @@ for _name in ("atan2", "hypot", "gcd"):
 
 
 def _of_two(of_numbers: Callable[[Any, Any], Any], of_bools: Callable[[Any, Any], Any], skips_nan: bool) -> Callable[[Any, Any], Any]:
-    """Returns the function that `_binary` needs for the larger or the smaller of two elements. With `skips_nan`, the result is NaN only if
-    both elements are NaN."""
+    """Larger or smaller of two elements. With `skips_nan`, the result is NaN only if both are."""
 
     def chosen(a: Any, b: Any) -> Any:
         a, b = (a, b) if isinstance(a, hw.Tensor) else (b, a)
@@ -149,7 +148,7 @@ TABLE |= {
 
 
 def _int_pow(a: Any, exponent: hw.Tensor) -> hw.Tensor:
-    """Power by repeated squaring. Products wrap around, as in torch. A negative exponent gives 0, unless the base is 1 or -1."""
+    """Power by repeated squaring, as in torch: products wrap around, and a negative exponent gives 0, unless the base is 1 or -1."""
     base = a if isinstance(a, hw.Tensor) else exponent * 0 + int(a)
     made, rest, square = base * 0 + exponent * 0 + 1, exponent, base
     is_signed = exponent.dtype.kind == "int"
@@ -164,7 +163,7 @@ def _int_pow(a: Any, exponent: hw.Tensor) -> hw.Tensor:
 
 
 def _pow(a: Any, b: Any) -> Any:
-    """Uses sqrt, rsqrt and reciprocal for the same exponents as torch. A power would differ: (-inf)^0.5 is inf, but sqrt(-inf) is NaN."""
+    """Uses sqrt, rsqrt and reciprocal for the same exponents as torch, because (-inf)^0.5 is inf, but sqrt(-inf) is NaN."""
     exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b
     if isinstance(exponent, int) and exponent >= 0 and isinstance(a, hw.Tensor) and a.dtype.kind != "float":
         factors = [a] * exponent or [a * 0 + 1]
@@ -220,7 +219,7 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     dtype = dtype_of(result.dtype)
     a, b = (number_of(dtype, one) if isinstance(one, Number) else cast(one, result.dtype) for one in (a, b))
-    if not isinstance(condition, hw.Tensor):  # the condition is a constant with one element
+    if not isinstance(condition, hw.Tensor):  # a constant with one element
         return full(result, a if condition else b)
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):
         b = full(Result((result.dtype,), ((1,) * condition.ndim,), condition), b)
@@ -229,7 +228,7 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
 
 @aten("dropout.default")
 def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
-    """Returns x if p=0 or outside of training, and otherwise raises ProgramError. In modules, `hostweave.dropout` replaces this op."""
+    """Returns x, or raises ProgramError in training. In modules, `hostweave.dropout` replaces this op."""
     if train and p:
         raise refuse(f"dropout with p={p} of a tensor of a fusion has no seed; use hw.dropout(x, {p}, seed)")
     return x

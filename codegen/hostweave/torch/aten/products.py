@@ -47,7 +47,7 @@ def _scaled_mm(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
 ) -> hw.Tensor:
-    """`use_fast_accum` has no effect, because sums are always in f32."""
+    """Sums are always in f32, also with `use_fast_accum`."""
     if scale_result is not None or DTYPES[result.dtype].itemsize == 1:
         raise refuse("_scaled_mm with a result of 8 bits is not supported; use out_dtype=torch.bfloat16, then quantise it")
     made = hw.scaled_matmul(a, b, scale_a, scale_b, out_dtype=DTYPES[result.dtype])
@@ -96,7 +96,7 @@ def _turned(scaled: Scaled) -> Scaled:
 
 
 def _product(a: Scaled, b: Scaled, out: DType) -> hw.Tensor:
-    """Multiplies a [M, K] by the transpose of b [N, K]. Both are quantised along K."""
+    """Product of a [M, K] and the transpose of b [N, K], which are quantised along K."""
     return hw.scaled_matmul(a[0], b[0].T, a[1], b[1].T, out_dtype=out)
 
 
@@ -121,8 +121,8 @@ def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Ten
 def _quantized_linear(
     result: Result, x: hw.Tensor, weight: hw.Tensor, scale: hw.Tensor, bias: hw.Tensor | None, bound: hw.Tensor | None, scaling: str
 ) -> hw.Tensor:
-    """Linear whose weights are 8-bit floats with scales. With `bound`, the scale of a row of x is the row's largest magnitude over 448. The
-    magnitude is clipped to the range from 1e-12 to `bound`."""
+    """Linear whose weights are 8-bit floats with scales. With `bound`, the scale of a row of x is its largest magnitude, clipped to 1e-12
+    to `bound`, divided by 448."""
     rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
     if bound is None:
         values, scales = hw.quantize(rows, scaling)
@@ -136,21 +136,21 @@ def _quantized_linear(
 
 
 def _of_gradients(scaling: str) -> DType:
-    """Dtype of quantised gradients. f8e5m2 has a larger range, which a whole tensor of gradients needs. f8e4m3 is more precise."""
+    """Dtype of quantised gradients. f8e4m3 is more precise, but a whole tensor of gradients needs the larger range of f8e5m2."""
     return hw.f8e5m2 if scaling == "tensor" else hw.f8e4m3
 
 
 @aten("hostweave.scaled_product.default")
 def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: str) -> hw.Tensor:
-    """Gradient of the activations: `dy` times the transposed weight. With one scale per tensor, the weight is quantised as in the forward
-    pass, so that both passes can use one quantisation."""
+    """Gradient of the activations. With one scale per tensor, the weight is quantised as in the forward pass, so that both passes share
+    it."""
     of_weight = _turned(_weight(weight.T, scaling)) if scaling == "tensor" else _weight(weight, scaling)
     return _scaled_rows(dy, of_weight, scaling, _of_gradients(scaling))
 
 
 @aten("hostweave.scaled_product_of_rows.default")
 def _scaled_product_of_rows(result: Result, dy: hw.Tensor, x: hw.Tensor, scaling: str) -> hw.Tensor:
-    """Gradient of a weight: transposed dy times x. Blocks have 128 rows. With "tensor", dy is quantised as in `scaled_product`."""
+    """Gradient of a weight. With "tensor", dy is quantised as in `scaled_product`."""
     dy, x, of_gradients = _of_rows(dy), _of_rows(x), _of_gradients(scaling)
     if scaling == "tensor":
         return _product(_turned(hw.quantize(dy, scaling, of_gradients)), _turned(hw.quantize(x, scaling)), x.dtype)
@@ -164,6 +164,6 @@ def _attention(
     if p and "seed" not in named:
         raise refuse(f"attention with dropout_p={p} of tensors of a fusion has no seed; use hw.scaled_dot_product_attention")
     named |= {"dropout_p": p} if p else {}
-    if q.ndim > 3 and k.shape[-3] == 1 and v.shape[-3] == 1:  # all heads of queries share one head of keys
+    if q.ndim > 3 and k.shape[-3] == 1 and v.shape[-3] == 1:  # queries share one head of keys
         named["enable_gqa"] = True
     return hw.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **named)

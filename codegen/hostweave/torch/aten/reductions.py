@@ -54,7 +54,7 @@ def _argmax(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool 
 
 
 def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
-    """Index of the smallest element, as argmax of the negated elements. Ints are complemented, because negation may overflow."""
+    """Argmax of negated floats, or of complemented ints, because negation may overflow."""
     return _argmax(result, -x if x.dtype.kind == "float" else ~x, dim, keepdim)
 
 
@@ -85,13 +85,13 @@ TABLE |= {
 
 @aten("_safe_softmax.default")
 def _safe_softmax(result: Result, x: hw.Tensor, dim: int, dtype: Any = None) -> hw.Tensor:
-    """Softmax in which a row becomes zeros if all its elements are -inf."""
+    """Softmax, with zeros for rows of -inf."""
     x = cast(x, result.dtype)
     return hw.where(hw.max(x, dim, True) == -math.inf, 0, hw.softmax(x, dim))
 
 
 def _norm(function: Callable[..., hw.Tensor], x: hw.Tensor, shape: Sequence[int], *scales: hw.Tensor | None, eps: float) -> hw.Tensor:
-    """Normalises over the last dims, which are merged into one dim."""
+    """Normalises over the last dims."""
     if len(shape) == 1:
         return function(x, *scales, eps=eps)
     flat = hw.reshape(x, *x.shape[: x.ndim - len(shape)], math.prod(shape))

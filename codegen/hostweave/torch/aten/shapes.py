@@ -29,7 +29,7 @@ TABLE |= {
 def _scalar(result: Result, value: Number | str, **_: Any) -> hw.Tensor:
     if not isinstance(value, str):
         return full(result, value)
-    numbers = record("iota", target=TensorType(hw.i64, (Dim.of(value),)), beside=result.trace)  # the size is the largest index plus 1
+    numbers = record("iota", target=TensorType(hw.i64, (Dim.of(value),)), beside=result.trace)  # a size is the largest index plus 1
     return cast(hw.max(numbers) + 1, result.dtype)
 
 
@@ -71,7 +71,6 @@ TABLE |= {
 
 
 def _seen(x: hw.Tensor, seen: hw.Tensor) -> hw.Tensor:
-    """Returns x where `seen` is true, and zeros elsewhere."""
     return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
 
 
@@ -87,7 +86,7 @@ def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) 
 
 
 def _size(x: hw.Tensor, dim: int, dtype: Any) -> Any:
-    """Returns a size as an int, or as a tensor with one element if the size is known only when the program runs."""
+    """A size as an int, or as a tensor with one element if it is unknown at compile time."""
     size = x.shape[dim]
     return size if isinstance(size, int) else hw.max(hw.iota(x, dim, dtype)) + 1
 
@@ -115,7 +114,7 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
         end = None if end is None or end >= 2**62 else end
         return x[(*(slice(None) for _ in range(dim)), slice(start, end, step))]
     first = start or 0
-    if not isinstance(first, int):  # a start such as n - 3, in a dim of n elements, becomes -3
+    if not isinstance(first, int):  # a start of n - 3 in n elements becomes -3
         from_end = x.type.shape[dim] - Size.of(first)
         if not from_end.is_int:
             raise refuse(f"a slice from {first} of a dim of {x.shape[dim]} is not supported; start at an int, or at an int from the end")
@@ -151,7 +150,7 @@ def _repeat(result: Result, x: hw.Tensor, repeats: Sequence[int]) -> hw.Tensor:
     for dim, count in enumerate(repeats):
         if isinstance(count, int):
             x = x if count == 1 else hw.concat([x] * count, dim)
-        else:  # the count is known only when the program runs
+        else:  # unknown at compile time
             before, behind = x.shape[:dim], x.shape[dim + 1 :]
             wide = hw.broadcast_to(hw.expand_dims(x, dim), *before, count, *x.shape[dim:])
             x = hw.reshape(wide, *before, result.shape[dim], *behind)
@@ -184,14 +183,14 @@ def _index(result: Result, x: hw.Tensor, indices: TensorIndices) -> hw.Tensor:
 
 @aten("hostweave.update.default")
 def _update(result: Result, x: hw.Tensor, update: hw.Tensor, begin: hw.Tensor, dim: int) -> hw.Tensor:
-    """Returns x with an update written along `dim`, from position `begin` on."""
+    """Writes an update along `dim`, from position `begin` on."""
     starts: list[Any] = [begin if i == dim else 0 for i in range(x.ndim)]
     return hw.dynamic_update_slice(x, cast(update, result.dtype), starts)
 
 
 def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
-    """Merges the indexed dims of x. Returns x, the positions of the indexed elements along the merged dim, that dim, and the order of dims.
-    As in torch, the indexed dims come first, unless they are adjacent."""
+    """Merges the indexed dims of x. Returns x, the positions along the merged dim, this dim, and the order of dims. As in torch, the
+    indexed dims come first, unless they are adjacent."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.dtype in (hw.bool_, hw.u8) for _, index in given):
         why = f"{op} by a mask: the number of selected elements is known only at a call"
@@ -213,7 +212,7 @@ def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, 
 
 
 def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:
-    """Slices x to the size of `index` in all dims except `dim`. As in torch, an index may have fewer elements than x in these dims."""
+    """Slices x to the size of `index` in all dims except `dim`."""
     return first(x, [size if i != dim % x.ndim else x.shape[i] for i, size in enumerate(index.shape)])
 
 
@@ -224,7 +223,7 @@ def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
 
 
 def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
-    """Converts negative indices, which count from the end, to indices from the start. Returns masks unchanged."""
+    """Makes negative indices count from the start. Returns masks unchanged."""
     return index if index.dtype == hw.bool_ else hw.where(index < 0, index + _size(x, dim, index.dtype), index)
 
 

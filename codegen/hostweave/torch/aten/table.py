@@ -1,7 +1,7 @@
 """Table of ATen ops as functions on tensors of a fusion, with one entry per op.
 
-An entry takes a `Result`, then the arguments of the op: tensors of the fusion, Python numbers, lists, or None. If torch promotes dtypes,
-the entry casts operands to the dtype in which torch computes.
+An entry takes a `Result`, then the arguments of the op: tensors of the fusion, Python numbers, lists, or None. It casts operands to the
+dtype in which torch computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.long_name): dtype for d
 
 @dataclass(frozen=True)
 class Result:
-    """Dtypes and shapes of an op's results, as inferred by torch."""
+    """Dtypes and shapes of an op's results."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[GivenSizes, ...]
-    trace: hw.Tensor  # any tensor of the traced function; ops without operands are recorded in its trace
+    trace: hw.Tensor  # any tensor; ops without operands are recorded in its trace
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,14 +55,14 @@ def aten(*names: str) -> Callable[[Translation], Translation]:
     return enter
 
 
-# Arguments that `computed` does not pass to an entry. The dtype of the result is in `Result`.
+# Arguments that `computed` does not pass to an entry.
 _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 
 
 def computed(
     op: str, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[[torch.Tensor], GivenSizes], trace: hw.Tensor
 ) -> Any:
-    """Computes a node of the graph by the table's entry for `op`. `shape_of` gives the shapes of the node's results."""
+    """Computes a node by the entry for `op`. `shape_of` gives the shapes of its results."""
     made = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     result = Result(tuple(value.dtype for value in made), tuple(map(shape_of, made)), trace)
     kwargs = {key: value for key, value in kwargs.items() if key not in _OF_RESULT}
@@ -73,7 +73,7 @@ def computed(
     return pytree.tree_map_only(hw.Tensor, hw.reshape, TABLE[op](wide, *args, **kwargs))
 
 
-# Ops along a dim that torch also applies to tensors without dims, as if these had one dim with one element.
+# Ops along a dim that torch also applies to tensors without dims.
 _WORDS = """
 sum mean prod amax amin max min argmax argmin any all var var_mean std std_mean linalg_vector_norm softmax _softmax _safe_softmax
 log_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod cummax cummin logcumsumexp sort argsort topk
@@ -100,7 +100,7 @@ def cast(x: T, dtype: torch.dtype) -> T:
 
 
 def wide(x: T, result: Result) -> T:
-    """Casts x to the dtype in which torch computes norms and derivatives: at least f32."""
+    """Casts x to at least f32, as torch does in norms and derivatives."""
     return cast(x, torch.promote_types(result.dtype, torch.float32))
 
 
@@ -109,7 +109,7 @@ def torch_dtype(x: hw.Tensor) -> torch.dtype:
 
 
 def common_dtype(a: Any, b: Any) -> torch.dtype:
-    """The dtype in which torch compares or combines two operands."""
+    """Dtype in which torch combines two operands."""
     if isinstance(a, hw.Tensor) and isinstance(b, hw.Tensor):
         return torch.promote_types(torch_dtype(a), torch_dtype(b))
     tensor, number = (a, b) if isinstance(a, hw.Tensor) else (b, a)
@@ -117,7 +117,7 @@ def common_dtype(a: Any, b: Any) -> torch.dtype:
 
 
 def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
-    """Reshards x to these mesh axes for each dim. Replicates x if `axes` is empty."""
+    """Reshards x to these mesh axes for each dim. Empty `axes` replicate x."""
     axes = axes or ((),) * x.ndim
     return hw.reshard(x, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(x.shape, axes, strict=True)))
 
