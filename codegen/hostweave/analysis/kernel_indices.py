@@ -285,7 +285,7 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 
 
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
-    """True if a result may share memory with an input: the last read of element i of the input precedes the write of element i of the
+    """True if a result may share memory with an input. The last read of element i of the input must precede the write of element i of the
     result.
 
     A reduction finishes its reads before the kernel writes. If the result has only the kept dims, one thread writes an element, so no other

@@ -66,8 +66,8 @@ ALWAYS = sys.maxsize  # later than all generations
 
 
 class ByteRegion(NamedTuple):
-    """Bytes of an input, output or allocation on one rank. A generation is the number of a version of the contents: each execution of the
-    allocate, and each result in donated memory, begins a generation."""
+    """Bytes of an input, output or allocation on one rank. A generation is the number of a version of the contents. Each execution of the
+    allocate begins a generation, and so does each result in donated memory."""
 
     root: str
     offset: int  # bytes

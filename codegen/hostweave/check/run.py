@@ -66,7 +66,7 @@ class Run:
     program: ir.HostProgram
     rank: int
     environment: Variables = field(init=False)
-    positions: dict[str, BufferPosition] = field(init=False)  # buffer or view -> its position
+    positions: dict[str, BufferPosition] = field(init=False)
     operations: list[Operation] = field(default_factory=list)
     last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last operation on each stream
     records: dict[tuple[str, int], Operation] = field(default_factory=dict)

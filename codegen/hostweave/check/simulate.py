@@ -124,8 +124,8 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.is_per_stream[i.out] = pool is not None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
-    # Enclosing loops whose next iteration may reuse freed memory: the first list if a stream of another pool freed the memory, the second
-    # list if a stream of this pool did.
+    # Enclosing loops whose next iteration may reuse freed memory. The first list applies if a stream of another pool freed the memory, and
+    # the second list if a stream of this pool did.
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: Run) -> None:

@@ -174,7 +174,7 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes. Enlarges dims without a loop, because a wrong order of few elements may not show."""
+    """Minimal sizes, and uneven sizes. Enlarges sizes that determine no trip count, because a wrong order of few elements may not show."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}

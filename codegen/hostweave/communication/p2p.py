@@ -1,4 +1,4 @@
-"""Algorithm p2p: in an iteration, a rank copies its own block, or sends a block to one peer and receives a block from a peer."""
+"""Algorithm p2p: in an iteration, a rank sends a block to one peer and receives a block from a peer, or only copies its own block."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -132,8 +132,8 @@ class _RingReduceScatterByPuts(_RingReduceScatter):
 
 
 class _RingGatherByPuts(_Ring, put.PutGather):
-    """All-gather by puts. A rank puts its own shard to the next rank, and then each chunk from the previous rank except chunks of the last
-    shard."""
+    """All-gather by puts. A rank puts its own shard to the next rank. Then the rank puts each chunk from the previous rank, except chunks
+    of the last shard."""
 
     def shard_in_window(self, op: Op) -> str | None:
         """Peers never get from this rank."""

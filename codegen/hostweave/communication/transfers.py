@@ -55,8 +55,8 @@ class Transfers:
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. A reader may first need other data from a sender, so the waits come late: at the
-        end of the body, before a call of a function with moves to other meshes, or when all signal counters are in use."""
+        """Emits the waits of senders for their readers. Waits come late, because a reader may first need other data from a sender. They
+        come at the end of the body, before a call of a function with moves to other meshes, or when all signal counters are in use."""
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()

@@ -167,7 +167,7 @@ def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """C++ calls that check sizes at run time: differences must not be negative, reduced dims must not be empty, and sums of sizes must be
+    """C++ calls that check sizes at run time. Differences must not be negative, and reduced dims must not be empty. Sums of sizes must be
     multiples of their divisors."""
     for dim_size in not_negative(program):
         if not integers.depths.keys() >= {*dim_size.atoms}:

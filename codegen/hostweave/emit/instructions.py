@@ -197,8 +197,8 @@ class Emitter:
     def emit_view(self, i: ir.View) -> str:
         """Declares a pointer at the view's offset.
 
-        Some views need no pointer: tensors of a parameter group, views at offset 0, and views that only one call of a function uses. Each
-        use of such a view contains the address.
+        Each use of some views contains the address, so these views need no pointer. These are tensors of a parameter group, views at offset
+        0, and views that only one call of a function uses.
         """
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset

@@ -139,7 +139,7 @@ def _condition(mesh: Mesh, program: Mesh) -> str:
 
 
 def _twin(type: TensorType, program: Mesh) -> str:
-    """C++ of the first rank with the same shard of a tensor as rank r, or of rank r itself if there is no formula."""
+    """C++ of the first rank with the same shard of a tensor as rank r. If there is no formula, C++ of rank r itself."""
     mesh = type.mesh_in(program)
     if not type.axes:
         return str(mesh.all_ranks[0])

@@ -19,8 +19,8 @@ MAX_SIZE = 2**48  # elements; no memory is so large
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """Factor of a size -> divisor that this factor needs in dims and trip counts without other factors. Such dims and trip counts are
-    integers if the factor is a multiple of the divisor."""
+    """Factor of a size -> number that must divide the factor. Dims and trip counts with this factor alone, such as M/8, are then
+    integers."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:

@@ -45,7 +45,7 @@ class Report:
     predicted: Timeline
     measured: Timeline | None = None
     graph: OpGraph | None = field(default=None, repr=False)  # graph of the fusion before lowering
-    changes: tuple[Change, ...] = field(default=(), repr=False)  # changes of passes
+    changes: tuple[Change, ...] = field(default=(), repr=False)
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:

@@ -43,7 +43,8 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications just far enough to hide their time. Marks a communication `async` if this saves time.
 
     A kernel that exchanges small blocks itself is faster than a collective, but must not overlap with communication (see
-    `reduce_in_kernels`). The pass does nothing if such kernels would save more time than overlap.
+    `reduce_in_kernels`). The pass does nothing if such kernels can do all communication that would overlap, or if they save more time than
+    overlap.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]

@@ -33,7 +33,7 @@ def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
 class _Folding:
     def __init__(self) -> None:
-        self.ranges: dict[str, Range] = {}  # index -> its range
+        self.ranges: dict[str, Range] = {}
         self.chosen: dict[str, str] = {}  # `choose` view with a known condition -> the chosen buffer
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:

@@ -222,8 +222,7 @@ class Links:
         return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if `other` is a launch that writes the slices before or after the slices of the producer, in every buffer that both
-        write."""
+        """True if `other` is a launch that writes the slices next to the producer's slices, in every buffer that both write."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))

@@ -114,9 +114,8 @@ class _Copy:
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
         inner = (i for i in tree.walk((self.loop.instruction,)) if not tree.bodies(i))
-        changes = (
-            i for i in inner if not (isinstance(i, ir.Signalled) and i.state == "ready")
-        )  # Signals of the state `ready` announce only reads.
+        # Signals of the state `ready` announce only reads.
+        changes = (i for i in inner if not (isinstance(i, ir.Signalled) and i.state == "ready"))
         if root not in self.uses.allocates or self.uses.root(self.src) in self.uses.writes(changes):
             return {}
         reads = list(self.touching(root, "read"))

@@ -5,8 +5,9 @@
     launch @softmax %y -> %z        becomes   matmul %x, %w -> %y
                                               launch @softmax %y -> %z
 
-The padding is never read or written. Inputs and outputs of the program have no padding, so a kernel copies an unaligned input before the
-matmul, or an output after it. Temporaries in windows are also copied. `split_unaligned` later splits off the 50257th column.
+The padding is never read or written. Inputs and outputs of the program have no padding. A kernel therefore copies an unaligned input before
+the matmul, and an unaligned output after the matmul. Temporaries in windows are also copied. `split_unaligned` later splits off the 50257th
+column.
 """
 
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ class _Rows:
         left = unaligned(matmul, types, machine)
         copied = left.pitched if left else ()
         moved = sum(2 * int(product(type.shape)) * type.dtype.itemsize for type in (types[getattr(matmul, field)] for field in copied))
-        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # All iterations would share the copy.
+        if found.gain < moved / machine.memory or (copied and (place.loop or place.block)):  # Concurrent iterations would share the copy.
             return
         for root in widened:
             allocate = self.uses.allocates[root]

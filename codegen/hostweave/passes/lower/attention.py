@@ -178,7 +178,7 @@ class Attentions:
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
-    """Maps the result of an attention op to the later ops that the same instruction computes, by kind."""
+    """Maps the result of an attention op to later ops, by kind. The instruction of the attention op also computes these ops."""
     found: dict[str, dict[str, Op]] = {}
     first: dict[tuple[Any, ...], Op] = {}
     for op in ops:
