@@ -113,7 +113,7 @@ class _Walk:
         return tuple(steps)
 
     def slots(self, stream: tree.Slot) -> int:
-        """Upper bound of the index of the stream on which a stream block runs, plus 1."""
+        """Smallest known n for which a stream block runs only on the streams 0 to n - 1."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
         match index:

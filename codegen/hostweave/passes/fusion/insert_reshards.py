@@ -36,8 +36,8 @@ SUFFIXES = {
 
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Casts change the dtype of a partial sum if the transport cannot reduce this dtype, or if `partial_dtype` asks for another one. After
-    this pass, only reshards change a layout."""
+    """After this pass, only reshards change a layout. The pass also inserts casts of partial sums if the transport cannot reduce their
+    dtype, or if `partial_dtype` asks for another dtype."""
     return _Insertion(fusion, options).rewritten()
 
 
