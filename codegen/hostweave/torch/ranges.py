@@ -40,7 +40,7 @@ class Ranges(Generic[P]):
         """Part for these arguments, or None for the sequential program. Collective."""
         is_one = group is None or group.count == 1
         sizes = {
-            size: arrays[name].shape[dim]
+            size: max(arrays[name].shape[dim], 1)  # the cost model needs at least one element
             for name, dim, size, is_sharded in self._dims
             if name in arrays and (group is None or not is_sharded)
         }
