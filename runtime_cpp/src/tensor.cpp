@@ -40,7 +40,7 @@ std::string type_name(const std::string& dtype, const Shape& shape) {
 bool fits(const Shape& shape, const Shape& expected) {
   if (shape.ndim != expected.ndim) return false;
   for (int i = 0; i < shape.ndim; ++i) {
-    if (expected[i] != kAny && shape[i] != expected[i]) return false;
+    if (shape[i] < 0 || (expected[i] != kAny && shape[i] != expected[i])) return false;
   }
   return true;
 }

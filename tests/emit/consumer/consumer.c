@@ -95,6 +95,8 @@ int main(int argc, char** argv) {
 
   hidden_in.x.shape.dims[0] = ROWS + 1;
   expect(hidden_run(hidden, &hidden_in, &hidden_out, NULL), HW_EXECUTION_ERROR, "not prepared for these sizes");
+  hidden_in.x.shape.dims[0] = -ROWS;
+  expect(hidden_prepare(hidden, &hidden_in, &hidden_shapes), HW_ARGUMENT_ERROR, "got f32[-2, 4]");
   hidden_in.x.shape.dims[0] = ROWS;
   hidden_in.up.shape.dims[0] = WIDTH - 1; /* contradicts the shape of x */
   expect(hidden_run(hidden, &hidden_in, &hidden_out, NULL), HW_ARGUMENT_ERROR, "up");
