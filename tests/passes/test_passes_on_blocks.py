@@ -264,7 +264,7 @@ fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
 """
     seen = stages(text)["serialize_channels"]
     turns = [line for line in body_of(seen, "function") if "turn" in line]
-    assert turns == ["record turn[0]", "wait turn[0]"]
+    assert turns == ["record channels_idle[0]", "wait channels_idle[0]"]
     assert not [line for line in body_of(seen, "host") if "turn" in line]
     check(HostProgram.parse(seen))
 

@@ -116,9 +116,9 @@ def test_dropped_order_of_channels() -> None:
             assert not any(is_wrong(program, fusion, calls, seed) for seed in range(20))
             # CUDA ignores a wait for an event that was never recorded, so only the check needs the first record.
             assert any(is_reported(program, calls, seed) for seed in range(20)) == (len(rejected) > 1)
-    assert list(rejected) == ["1 record turn[0]", "2 wait turn[0]", "3 record turn[0]"]
+    assert list(rejected) == ["1 record channels_idle[0]", "2 wait channels_idle[0]", "3 record channels_idle[0]"]
     first, *others = rejected.values()
-    assert "wait turn[0]: a wait whose record may not have run" in first
+    assert "wait channels_idle[0]: a wait whose record may not have run" in first
     assert all("are over different channels, and nothing orders them on the rank: they can deadlock" in other for other in others)
 
 

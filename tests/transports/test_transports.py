@@ -102,7 +102,7 @@ def test_channels_are_ordered_if_both_occupy_multiprocessors() -> None:
     )
     with pytest.raises(ProgramError, match="are over different channels, and nothing orders them"):
         check(program)
-    assert "wait turn[0]" in str(serialize_channels(program, Options()))
+    assert "wait channels_idle[0]" in str(serialize_channels(program, Options()))
     mailed = by_mail(program, "dp")
     check(mailed)
     assert serialize_channels(mailed, Options()) is mailed

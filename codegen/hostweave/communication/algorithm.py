@@ -74,7 +74,7 @@ class Lowering:
 
     needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
     # Emits the matmul of `adds`. With the argument True, the matmul adds to the contents of the buffer.
-    multiply: Callable[[bool], None] | None = None
+    multiply: Callable[[bool, str | None], None] | None = None
 
     def __init__(
         self, b: Builder, flow: Dataflow, values: Values, ops: Sequence[Op], steps: LoopSteps, in_loop: Set[str], reduction: TermReduction

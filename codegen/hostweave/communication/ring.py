@@ -16,7 +16,6 @@ from hostweave.fusion_ir.ops.scaled import is_composed
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import MESSAGES, SIGNALS
-from hostweave.types.size import Size
 
 
 class _Ring(Lowering):
@@ -36,7 +35,11 @@ class _ForwardingRing(_Ring):
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
             self.b.emit(ir.Record(event, steps.index))
 
-        branch(self.b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)
+        branch(self.b, self.is_forwarded(steps), exchange)
+
+    def is_forwarded(self, steps: LoopSteps) -> Expr:
+        """Condition that the iteration's chunk is not of the last shard."""
+        return steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks))
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
         """Emits, for each pair, a send of the first buffer to the next rank, and a receive into the second buffer."""
@@ -83,8 +86,8 @@ class _RingGather(_ForwardingRing):
 
 
 class _RingReduceScatter(_ForwardingRing):
-    """Reduce-scatter: the partial sum of a block travels around the ring, and each rank adds its term. The sum arrives in the memory of the
-    owner's term. After the loop, the sum is copied to the result."""
+    """Reduce-scatter: the partial sum of a block travels around the ring, and each rank adds its term. The owner's matmul adds the last
+    term, and writes the result."""
 
     @property
     def adds(self) -> str:
@@ -94,7 +97,7 @@ class _RingReduceScatter(_ForwardingRing):
             producer = self.flow.made[name]
             if OPS[producer.kind].is_product and producer.result.type.dtype.kind == "float" and not is_composed(producer):
                 return name
-            if not self.flow.is_view(producer):
+            if not self.flow.is_view(producer) or OPS[producer.kind].cuts:
                 break
             name = producer.tensors[0]
         why = "algorithm='ring' can only reduce the result of a matmul of floats in the same loop; use algorithm='p2p' for other ops"
@@ -103,15 +106,17 @@ class _RingReduceScatter(_ForwardingRing):
     def step(self, steps: LoopSteps) -> None:
         term, multiply = self.values.operand(self.op, 0, steps), self.multiply
         assert multiply is not None
-        event = self.arrivals(steps, partial(multiply, False), partial(multiply, True))
-        self.forward([(term, self.op.tensors[0])], steps, event)
 
-    def after_join(self) -> None:
-        b, (name,), result = self.b, self.op.tensors, self.op.result
-        steps, dim = replace(self.steps, owner=self.rank), result.walked.dim
-        own = b.chunk(self.values.buffer_of(name), dim, self.rank, Size(self.size), f"{name}_own")
-        target = steps.part(b, self.values.buffer_of(result.name), dim, f"{result.name}_part")
-        b.emit(ir.Copy(steps.part(b, own, dim, f"{name}_part"), target))
+        def add() -> None:
+            branch(
+                self.b,
+                self.is_forwarded(steps),
+                partial(multiply, True, None),
+                lambda: multiply(True, self.values.destination(self.op, steps)),
+            )
+
+        event = self.arrivals(steps, partial(multiply, False, None), add)
+        self.forward([(term, self.op.tensors[0])], steps, event)
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):

@@ -10,7 +10,7 @@ Program::Program(hw::Rank& rank)
       channel_tp_(rank.channel(kMesh, "tp", 4)),
       channel_dp_(rank.channel(kMesh, "dp", 2)),
       ring_(rank, "ring", 3),
-      turn_(1),
+      channels_idle_(1),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -51,17 +51,17 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:38  return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)  # two channe ...
   HW_CHECK(ring_.fork(caller));
-  HW_CHECK(cudaEventRecord(turn_[0], caller));
+  HW_CHECK(cudaEventRecord(channels_idle_[0], caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 6 * K_tp);
     auto* matmul_w = matmul_w_[i];
     HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
-    HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+    HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
     HW_CHECK(ncclAllReduce(matmul_w, matmul_w, M / 6 * N, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_packed = y_packed_[i];
     HW_CHECK(ncclAllGather(matmul_w, y_packed, M / 6 * N, ncclBfloat16, channel_dp_.comm(), stream));
-    HW_CHECK(cudaEventRecord(turn_[0], stream));
+    HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
     auto* y_i = y + i * (M / 6 * N);
     HW_CHECK(cudaMemcpy2DAsync(y_i, M / 2 * N * sizeof(hw::bf16), y_packed, M / 6 * N * sizeof(hw::bf16),
                                M / 6 * N * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, stream));

@@ -64,7 +64,7 @@ class Program {
   const hw::Channel& channel_tp_;  // 4 ranks along tp
   const hw::Channel& channel_dp_;  // 2 ranks along dp
   hw::Streams ring_;               // 3 streams
-  hw::Events turn_;                // 1 event
+  hw::Events channels_idle_;       // 1 event
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   std::array<hw::bf16*, 3> matmul_w_{};  // bf16[M/6, N], also y_reduced, one per stream

@@ -60,7 +60,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
     } else {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
-      HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream, {.accumulate = matmul_w_i}));
+      if (i < 3) {
+        HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream, {.accumulate = matmul_w_i}));
+      } else {
+        HW_CHECK(plan_matmul_w_.multiply(x_i, w, y, stream, {.accumulate = matmul_w_i}));
+      }
     }
     if (i < 3) {
       auto* matmul_w_next = matmul_w_ + ((q - 1 + 4) % 4) * (M / 4 * N);
@@ -75,8 +79,6 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     }
   }
   HW_CHECK(ring_.join(caller));
-  auto* matmul_w_own = matmul_w_ + rank_x * (M / 4 * N);
-  HW_CHECK(cudaMemcpyAsync(y, matmul_w_own, M / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -13,7 +13,7 @@ Program::Program(hw::Rank& rank)
       channel_x_of_ranks_0_1_(on_ranks_0_1_ ? rank.channel("mesh(x=2 of ranks 0, 1)", "x", 2) : hw::kNoChannel),
       channel_x_of_ranks_2_3_(on_ranks_2_3_ ? rank.channel("mesh(x=2 of ranks 2, 3)", "x", 2) : hw::kNoChannel),
       ring_(rank, "ring", 4),
-      turn_(1),
+      channels_idle_(1),
       plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
       plan_matmul_down1_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_g_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
@@ -84,15 +84,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # pi ...
   HW_CHECK(ring_.fork(caller));
-  HW_CHECK(cudaEventRecord(turn_[0], caller));
+  HW_CHECK(cudaEventRecord(channels_idle_[0], caller));
   for (int64_t j = 0; j < 5; ++j) {
     if (j < 4) {
       const hw::Stream stream = ring_[j];
       if (on_ranks_2_3_) {
-        HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
         auto* arrived_j = arrived_ + j * (M / 4 * K);
         HW_CHECK(ncclRecv(arrived_j, M / 4 * K, ncclBfloat16, rank - 2, channel_x_.comm(), stream));
-        HW_CHECK(cudaEventRecord(turn_[0], stream));
+        HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
       }
     }
     // pipeline.py:31  h = hw.relu(hw.matmul(x, up1).stream("M", chunks=S)).named("h").stream("M", chunks=S)
@@ -106,12 +106,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         // pipeline.py:32  layer = hw.reshard(hw.matmul(h, down1), "M", "K").named("layer").stream("M", chunks=S)
         auto* matmul_down1 = matmul_down1_[i];
         HW_CHECK(plan_matmul_down1_.multiply(h, down1, matmul_down1, stream));
-        HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
         HW_CHECK(
             ncclAllReduce(matmul_down1, matmul_down1, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
         // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # pi ...
         HW_CHECK(ncclSend(matmul_down1, M / 4 * K, ncclBfloat16, rank + 2, channel_x_.comm(), stream));
-        HW_CHECK(cudaEventRecord(turn_[0], stream));
+        HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
       }
       // pipeline.py:34  g = hw.relu(hw.matmul(arrived, up2).stream("M", chunks=S)).named("g").stream("M", chunks=S)
       if (on_ranks_2_3_) {
@@ -121,9 +121,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         // pipeline.py:35  return hw.reshard(hw.matmul(g, down2), "M", "K").stream("M", chunks=S)
         auto* y_i = y + i * (M / 4 * K);
         HW_CHECK(plan_y_.multiply(g, down2, y_i, stream));
-        HW_CHECK(cudaStreamWaitEvent(stream, turn_[0], 0));
+        HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
         HW_CHECK(ncclAllReduce(y_i, y_i, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_2_3_.comm(), stream));
-        HW_CHECK(cudaEventRecord(turn_[0], stream));
+        HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
       }
     }
   }

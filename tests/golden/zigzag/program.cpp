@@ -115,17 +115,17 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                           v_in_order_pieces_, S));
   HW_CHECK(plan_y_first_.attend(q, k_in_order_pieces_, v_in_order_pieces_, y, caller, {.lse = lse_first_}));
   const auto* q_second_piece = q + 8 * S;
-  auto* y_pieces_1 = y + 8 * S;
-  HW_CHECK(
-      plan_y_second_.attend(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, caller, {.lse = lse_second_}));
+  auto* y_second_piece_part = y + 8 * S;
+  HW_CHECK(plan_y_second_.attend(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_second_piece_part, caller,
+                                 {.lse = lse_second_}));
   // attention_cases.py:40  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
   HW_CHECK(plan_dq_first_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq,
                                         dk_before_first_partial_, dv_before_first_partial_, caller));
   const auto* dy_second_piece = dy + 8 * S;
-  auto* dq_pieces_1 = dq + 8 * S;
-  HW_CHECK(plan_dq_second_.differentiate(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_,
-                                         dy_second_piece, dq_pieces_1, dk_before_second_partial_, dv_before_second_partial_,
-                                         caller));
+  auto* dq_second_piece_part = dq + 8 * S;
+  HW_CHECK(plan_dq_second_.differentiate(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_second_piece_part, lse_second_,
+                                         dy_second_piece, dq_second_piece_part, dk_before_second_partial_,
+                                         dv_before_second_partial_, caller));
   auto* dk_before_second_half = dk_before_second_partial_ + 32 * S;
   HW_CHECK(hw::launch_pdl(add_reshape_concat_dk_before_concat, hw::grid_of_elements<8>(128 * S), caller,
                           dk_before_second_partial_, dk_before_first_partial_, dk_before_second_half, dk_before_concat_, S));

@@ -46,12 +46,12 @@ OutputShapes Program::prepare(const Inputs& in) {
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
     // - k_gathered_, y_attention_maximum_
-    // - y_attention_lse_i_own_half_packed_, y_attention_sum_
+    // - y_attention_lse_half_packed_, y_attention_sum_
     memory.allocate_window(y_attention_packed_, 128 * S);
     memory.allocate(k_gathered_, 256 * S);
     memory.allocate(y_attention_blocks_, 256 * S);
     memory.allocate(y_attention_lse_, 4 * S);
-    memory.allocate(y_attention_lse_i_own_half_packed_, S, ring_);
+    memory.allocate(y_attention_lse_half_packed_, S, ring_);
     memory.join(ring_);
     memory.free(y_attention_packed_);
     memory.free(k_gathered_);
@@ -111,14 +111,13 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(cudaMemsetAsync(y_attention_blocks_i, 0, 128 * S * sizeof(hw::bf16), stream));
       HW_CHECK(hw::launch_pdl(fill_y_attention_lse, hw::grid_of_elements<4>(2 * S), stream, y_attention_lse_i, S));
       const auto* q_half = q + 16 * S;
-      auto* y_attention_blocks_i_own_half = y_attention_blocks_i + 16 * S;
-      auto* y_attention_lse_i_own_half_packed = y_attention_lse_i_own_half_packed_[i];
+      auto* y_attention_blocks_half = y_attention_blocks_i + 16 * S;
+      auto* y_attention_lse_half_packed = y_attention_lse_half_packed_[i];
       HW_CHECK(plan_y_attention_blocks_of_q_half_.attend(q_half, y_attention_packed_chunk, y_attention_values_i,
-                                                         y_attention_blocks_i_own_half, stream,
-                                                         {.lse = y_attention_lse_i_own_half_packed}));
-      auto* y_attention_lse_i_own_half = y_attention_lse_i + S / 4;
-      HW_CHECK(cudaMemcpy2DAsync(y_attention_lse_i_own_half, S / 2 * sizeof(float), y_attention_lse_i_own_half_packed,
-                                 S / 4 * sizeof(float), S / 4 * sizeof(float), 4, cudaMemcpyDeviceToDevice, stream));
+                                                         y_attention_blocks_half, stream, {.lse = y_attention_lse_half_packed}));
+      auto* y_attention_lse_half = y_attention_lse_i + S / 4;
+      HW_CHECK(cudaMemcpy2DAsync(y_attention_lse_half, S / 2 * sizeof(float), y_attention_lse_half_packed, S / 4 * sizeof(float),
+                                 S / 4 * sizeof(float), 4, cudaMemcpyDeviceToDevice, stream));
     }
   }
   {

@@ -76,17 +76,17 @@ def test_a_loop() -> None:
         ordered(host(LOOP))
         == """\
   fork ring
-  record turn[0]
+  record channels_idle[0]
   for %i in 0..2 {
     stream ring[%i] {
       %x_i = chunk %x[0: %i of 2]
       %y_i = chunk %y[0: %i of 2]
-      wait turn[0]
+      wait channels_idle[0]
       all_reduce sum %x_i -> %y_i on tp
       %v_i = chunk %v[0: %i of 2]
       %z_i = chunk %z[0: %i of 2]
       all_reduce sum %v_i -> %z_i on dp
-      record turn[0]
+      record channels_idle[0]
     }
   }
   join ring
@@ -133,7 +133,7 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
         ordered(host(body))
         == """\
   fork ring
-  record turn[0]
+  record channels_idle[0]
   for %i in 0..2 {
     stream ring[%i] {
       %x_i = chunk %x[0: %i of 2]
@@ -141,16 +141,16 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
       if %i == 0 {
         copy %x_i -> %y_i
       } else {
-        wait turn[0]
+        wait channels_idle[0]
         group {
           recv %y_i from 1 - rank.dp on dp
           send %x_i to 1 - rank.dp on dp
         }
-        record turn[0]
+        record channels_idle[0]
       }
     }
   }
-  wait turn[0]
+  wait channels_idle[0]
   all_reduce sum %v -> %z on tp
   join ring
 """
@@ -166,8 +166,8 @@ def test_only_unordered_communications_are_ordered() -> None:
 """
     program = host(before + LOOP.replace("%x_i = chunk %x", "%x_i = chunk %t"))
     text = ordered(program)
-    assert text.startswith(before + "  fork ring\n  record turn[0]\n")
-    assert (text.count("wait turn"), text.count("record turn")) == (1, 2)
+    assert text.startswith(before + "  fork ring\n  record channels_idle[0]\n")
+    assert (text.count("wait channels_idle"), text.count("record channels_idle")) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_ordered_communications_are_not_changed(program: HostProgram) -> None:
 
 
 def test_names_that_are_already_used() -> None:
-    program = in_turn(host(LOOP.replace("ring", "turn"), HEADER.replace("ring", "turn")))
-    assert [(events.name, events.count) for events in program.events] == [("turn_2", 1)]
+    program = in_turn(host(LOOP.replace("ring", "channels_idle"), HEADER.replace("ring", "channels_idle")))
+    assert [(events.name, events.count) for events in program.events] == [("channels_idle_2", 1)]
 
 
 def test_a_communication_only_in_the_branch_for_uneven_sizes() -> None:
@@ -216,18 +216,18 @@ def test_a_communication_only_in_the_branch_for_uneven_sizes() -> None:
         ordered(host(body, header))
         == """\
   fork ring
-  record turn[0]
+  record channels_idle[0]
   stream ring[0] {
     if M % 2 == 0 {
       copy %x -> %y
     } else {
-      wait turn[0]
+      wait channels_idle[0]
       all_reduce sum %x -> %y on tp
-      record turn[0]
+      record channels_idle[0]
     }
   }
   stream ring[1] {
-    wait turn[0]
+    wait channels_idle[0]
     all_reduce sum %v -> %z on dp
   }
   join ring
@@ -251,10 +251,10 @@ def test_no_wait_before_the_first_and_no_record_after_the_last_communication() -
   fork ring
   stream ring[0] {
     all_reduce sum %x -> %y on tp
-    record turn[0]
+    record channels_idle[0]
   }
   stream ring[1] {
-    wait turn[0]
+    wait channels_idle[0]
     all_reduce sum %v -> %z on dp
   }
   join ring
@@ -265,7 +265,7 @@ def test_no_wait_before_the_first_and_no_record_after_the_last_communication() -
 def test_nested_loops() -> None:
     body = LOOP.replace("  for %i", "  for %j in 0..2 {\n  for %i").replace("\n  join", "\n  }\n  join")
     text = ordered(host(body))
-    assert text.index("record turn[0]") < text.index("for %j")
+    assert text.index("record channels_idle[0]") < text.index("for %j")
 
 
 # --- communications issued one iteration early ------------------------------------------------------------------------
@@ -304,16 +304,16 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
     assert (
         str(result).partition("fork ring\n")[2]
         == """\
-  record turn[0]
+  record channels_idle[0]
   for %j in 0..3 {
     if %j < 2 {
       %p_j = (rank.dp + %j) % 2
       stream ring[%j] {
         %x_j = chunk %x[0: %p_j of 2]
         %g_j = select %g[0: %p_j]
-        wait turn[0]
+        wait channels_idle[0]
         all_gather %x_j -> %g_j on dp
-        record turn[0]
+        record channels_idle[0]
       }
     }
     if %j > 0 {
@@ -324,9 +324,9 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
         %h_i = select %h[0: %p]
         launch @negative_h %g_i -> %h_i
         %y_i = select %y[0: %p]
-        wait turn[0]
+        wait channels_idle[0]
         all_reduce sum %h_i -> %y_i on tp
-        record turn[0]
+        record channels_idle[0]
       }
     }
   }
@@ -369,7 +369,7 @@ def test_the_first_communication_does_not_wait_for_computation() -> None:
 def test_loops_that_the_pass_does_not_change(body: str, header: str) -> None:
     text = str(in_turn(steps(body, header)))
     assert "for %i in" in text
-    assert text.count("wait turn[0]") == 1
+    assert text.count("wait channels_idle[0]") == 1
 
 
 TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i -> %y_i on tp\n      all_gather %x_i -> %g_i on dp")

@@ -10,14 +10,14 @@
 
 becomes
 
-    record turn[0]
+    record channels_idle[0]
     for %i in 0..4 {
       stream ring[%i] {
         matmul %x_i, %w -> %h_i
-        wait turn[0]
+        wait channels_idle[0]
         all_reduce sum %h_i -> %hs_i on tp
         all_gather %hs_i -> %y_i on dp
-        record turn[0]
+        record channels_idle[0]
       }
     }
 
@@ -39,7 +39,7 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
         return program
 
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
-    turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
+    turns = _Turns(in_turn, unique_name("channels_idle", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
     unchanged = set(program.body)  # An inserted wait or record is not in this set, because it names the new event.
     changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]

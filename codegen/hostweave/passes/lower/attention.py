@@ -70,7 +70,8 @@ class Attentions:
 
         def half(buffer: str, dim: int, which: int | None) -> str:
             at = len(b.types[buffer].shape) + dim
-            return buffer if which is None else b.chunk(buffer, at, Const(which), Size(2), f"{buffer}_half")
+            name = buffer.removesuffix("_own").removesuffix(f"_{steps.index.name}")
+            return buffer if which is None else b.chunk(buffer, at, Const(which), Size(2), f"{name}_half")
 
         def attend(seen: Seen | None) -> None:
             if seen is None or seen.rows is not None:

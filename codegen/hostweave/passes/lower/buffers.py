@@ -217,7 +217,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Lo
     types, source = operand_types(op, flow.types), flow.values[op.tensors[0]]
     begin = OPS[op.kind].parts
     assert begin is not None
-    name = f"{op.result.name}_{'inside' if op.kind == 'pad' else number}"
+    name = f"{op.result.name}_inside" if op.kind == "pad" else f"{op.tensors[number]}_part"
     for axis, start in begin(types, op)[number].items():
         target = b.slice(target, dim_of_chunk(axis, op, source, steps), types[number].shape[axis], expr_of(start), name)
     return target

@@ -295,7 +295,12 @@ class _Lowering:
         a, b, dst = self.stack_shards(op, steps, [*matrices, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if self.lowering and op.result.name == self.lowering.adds:
-            self.lowering.multiply = lambda accumulates: self.b.emit(replace(matmul, accumulate=(dst,) * accumulates))
+
+            def multiply(accumulates: bool, into: str | None) -> None:
+                result = self.b.reshape(into or dst, self.b.types[dst].shape, f"{into}_matrix")
+                self.b.emit(replace(matmul, dst=result, accumulate=(dst,) * accumulates))
+
+            self.lowering.multiply = multiply
         elif self.b.types[dst].dtype.kind != "float":
             self.multiply_ints(op, a, b, dst, steps)
         elif is_matrix(self.b.types[dst]):

@@ -62,15 +62,15 @@ class ScaledMatmuls:
         of_b = self.turned(self.by_rows(columns, steps)), self.turned(self.scale(self.turned(scale_b), columns, has_blocks, steps))
         rows = self.b.types[a].shape[0]
 
-        def direct(accumulates: bool) -> None:
+        def direct(accumulates: bool, into: str | None = None) -> None:
             of_a = self.by_rows(a, steps), self.scale(scale_a, a, has_blocks, steps)
             if accumulates or lies_along(self.b.types[target], 1):  # The verifier rejects an accumulation onto other layouts.
-                self.matmul(of_a, of_b, target, accumulates)
+                self.matmul(of_a, of_b, target, accumulates, into)
                 return
             with packed_destination(self.b, target, steps) as packed:
                 self.matmul(of_a, of_b, packed, False)
 
-        multiply: Callable[[bool], None] = direct
+        multiply: Callable[[bool, str | None], None] = direct
         takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # A runtime kernel multiplies few rows.
         is_few = takes_few and rows.is_int and int(rows) <= ir.FEW_SCALED_ROWS
         if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows) and not is_few:
@@ -78,17 +78,19 @@ class ScaledMatmuls:
             if not rows.is_int:
                 count = expr_of(rows)
                 over = count % PADDED * Binary(">", count, Const(ir.FEW_SCALED_ROWS)) if takes_few else count % PADDED
-                multiply = lambda accumulates: branch(self.b, over.equals(0), partial(direct, accumulates), partial(padded, accumulates))  # noqa: E731
+                multiply = lambda *how: branch(self.b, over.equals(0), partial(direct, *how), partial(padded, *how))  # noqa: E731
         if lowering and op.result.name == lowering.adds:
             lowering.multiply = multiply
         else:
-            multiply(False)
+            multiply(False, None)
 
-    def matmul(self, of_a: Scaled, of_b: Scaled, target: str, accumulates: bool) -> None:
+    def matmul(self, of_a: Scaled, of_b: Scaled, target: str, accumulates: bool, into: str | None = None) -> None:
+        """Emits a matmul that writes `into`, by default `target`. If it accumulates, it adds the contents of `target`."""
         (a, scale_a), (b, scale_b) = of_a, of_b
-        self.b.emit(ir.Matmul(a, b, target, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
+        result = self.b.reshape(into or target, self.b.types[target].shape, f"{into}_matrix")
+        self.b.emit(ir.Matmul(a, b, result, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
-    def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool], None]:
+    def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool, str | None], None]:
         """Function that emits the matmul of padded operands. Appends rows of zeros up to a multiple of PADDED rows. With one scale per part
         of a row, cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
@@ -97,7 +99,7 @@ class ScaledMatmuls:
         scales = per_step(self.b, f"{scale_a}_padded", BufferType(f32, (blocks, count)), steps)
         product = per_step(self.b, f"{target}_padded", replace(b.types[target], shape=(count, b.types[target].shape[1])), steps)
 
-        def multiply(accumulates: bool) -> None:
+        def multiply(accumulates: bool, into: str | None) -> None:
             for memory in (wide, scales, *[product] * accumulates):
                 b.emit(ir.Fill(memory, 0.0))
             head = b.slice(product, 0, rows, Const(0), f"{target}_rows")
@@ -106,7 +108,7 @@ class ScaledMatmuls:
             if accumulates:
                 b.emit(ir.Copy(target, head))
             self.matmul((wide, self.turned(scales)), of_b, product, accumulates)
-            b.emit(ir.Copy(head, target))
+            b.emit(ir.Copy(head, b.reshape(into or target, b.types[target].shape, f"{into}_matrix")))
 
         return multiply
 
