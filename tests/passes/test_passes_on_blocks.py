@@ -223,7 +223,7 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
 """
     host = lower(Fusion.parse(text), Options())
     assert (host.uneven, [part.uneven for part in bodies(host)]) == (("K", "L"), [("K",), ("K", "L")])
-    assert [pool.name for pool in host.events] == ["turn"]
+    assert [pool.name for pool in host.events] == ["channels_idle"]
     check(host)
 
 
@@ -263,9 +263,9 @@ fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
 }
 """
     seen = stages(text)["serialize_channels"]
-    turns = [line for line in body_of(seen, "function") if "turn" in line]
+    turns = [line for line in body_of(seen, "function") if "channels_idle" in line]
     assert turns == ["record channels_idle[0]", "wait channels_idle[0]"]
-    assert not [line for line in body_of(seen, "host") if "turn" in line]
+    assert not [line for line in body_of(seen, "host") if "channels_idle" in line]
     check(HostProgram.parse(seen))
 
 

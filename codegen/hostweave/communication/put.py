@@ -162,7 +162,7 @@ class _PutScatter(_Loop):
         b, result = self.b, self.op.result
         shape = (Size(self.size - 1), Size(self.subchunks), *self.chunk_shape(self.op.tensors[0]))
         self.landing = b.allocate(f"{result.name}_landing", BufferType(result.type.dtype, shape))
-        self.made = self.b.new_events("made", (self.size - 1) * self.subchunks)
+        self.computed = self.b.new_events("computed", (self.size - 1) * self.subchunks)
         b.emit(ir.Fork(PUTS))
         with self.on(PUTS):
             self.signal(self.landing, "free")
@@ -176,14 +176,14 @@ class _PutScatter(_Loop):
 
     def step(self, steps: LoopSteps) -> None:
         """Records an event after the computation of a term for another rank."""
-        branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
+        branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.computed, steps.index)))
 
     def after_step(self, steps: LoopSteps) -> None:
         b = self.b
 
         def put() -> None:
             with self.on(PUTS):
-                b.emit(ir.Wait(self.made, steps.index))
+                b.emit(ir.Wait(self.computed, steps.index))
                 if self.subchunks > 1:
                     sender = (self.rank - 1 - steps.distance) % self.size
                     branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing, "written"))

@@ -171,33 +171,31 @@ class LoopPrinter:
         if not self.varied:
             return []
         loops = self.ir
-        is_wide, length = self.is_wide(pointers), self.integers.size(loops.along.size)
+        (is_wide, is_narrow), length = self.alignment(pointers), self.integers.size(loops.along.size)
         if loops.index == "Index":
-            fits_int32 = self.text("hw::fits_int32({count})")
+            by_index = [(self.text("hw::fits_int32({count})"), "uint32_t()"), ("", "int64_t()")]
             if loops.width == 1:
-                return [(fits_int32, "uint32_t()"), ("", "int64_t()")]
-            wide = f"hw::Width<{loops.width}>()"
-            return [
-                (f"{is_wide} && {fits_int32}", f"{wide}, uint32_t()"),
-                (is_wide, f"{wide}, int64_t()"),
-                ("", "hw::Width<1>(), int64_t()"),
-            ]
+                return by_index
+            wide = [(condition, f"hw::Width<{loops.width}>(), {index}") for condition, index in by_index]
+            return [(is_narrow, "hw::Width<1>(), int64_t()"), *wide]
         if self.row and loops.threads:
             blocks = f", {loops.blocks}" if loops.blocks > 1 else ""
             rows = [f"hw::Row<{length}, {loops.threads}, {width}{blocks}>()" for width in (loops.width, 1)]
             return [(is_wide, rows[0]), ("", rows[1])]
         if self.row:
             held = f"hw::RowUpTo<{loops.width}>"
-            longer = [(is_wide, f"hw::LongRow<{loops.width}>({length})"), ("", f"hw::LongRow<1>({length})")]
-            return [(f"{is_wide} && {held}::fits({length})", f"{held}({length})"), *longer]
+            wide = [(f"{held}::fits({length})", f"{held}({length})"), ("", f"hw::LongRow<{loops.width}>({length})")]
+            return [(is_narrow, f"hw::LongRow<1>({length})"), *wide]
         return [(is_wide, f"hw::Width<{loops.width}>()"), ("", "hw::Width<1>()")]
 
-    def is_wide(self, pointers: Iterable[str]) -> str:
-        """C++ condition for vectorised access: aligned pointers, and sizes that are multiples of the vector width."""
-        width = self.ir.width
+    def alignment(self, pointers: Iterable[str]) -> tuple[str, str]:
+        """C++ condition for vectorised access, and its negation. Pointers must be aligned, and sizes multiples of the vector width."""
+        width, aligned = self.ir.width, f"hw::aligned({', '.join(pointers)})"
         unsure = [size for size in self.ir.divided() if size.divisor > 1 or size.coefficient % width]
-        texts = [f"{self.integers.first_factor(size)} % {width} == 0" for size in unsure]
-        return " && ".join([*texts, f"hw::aligned({', '.join(pointers)})"])
+        rests = [f"{self.integers.first_factor(size)} % {width}" for size in unsure]
+        return " && ".join([*(f"{rest} == 0" for rest in rests), aligned]), " || ".join(
+            [*(f"{rest} != 0" for rest in rests), f"!{aligned}"]
+        )
 
     @contextmanager
     def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:

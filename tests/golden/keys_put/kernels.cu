@@ -28,12 +28,12 @@ __global__ void concat_y_packed(const hw::bf16* k, const hw::bf16* v, hw::bf16* 
       hw::store(y_packed + element, y_packed_element);
     }
   };
-  if (hw::aligned(k, v, y_packed) && hw::fits_int32(64 * S)) {
-    compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(k, v, y_packed)) {
-    compute(hw::Width<8>(), int64_t());
-  } else {
+  if (!hw::aligned(k, v, y_packed)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(64 * S)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else {
+    compute(hw::Width<8>(), int64_t());
   }
 }
 
@@ -129,12 +129,12 @@ __global__ void subtract_exp_y_exp_2(const float* y_lse, const float* y_maximum,
       hw::store(y_exp_2 + element, y_exp_2_element);
     }
   };
-  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_exp_2) && hw::fits_int32(2 * S)) {
-    compute(hw::Width<4>(), uint32_t());
-  } else if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_exp_2)) {
-    compute(hw::Width<4>(), int64_t());
-  } else {
+  if (S / 2 % 4 != 0 || !hw::aligned(y_lse, y_maximum, y_exp_2)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(2 * S)) {
+    compute(hw::Width<4>(), uint32_t());
+  } else {
+    compute(hw::Width<4>(), int64_t());
   }
 }
 
@@ -175,12 +175,12 @@ __global__ void fused_y(const float* y_sum, const float* y_exp_2, const hw::bf16
       hw::store(y + element, y_element);
     }
   };
-  if (hw::aligned(y_blocks, y) && hw::fits_int32(32 * S)) {
-    compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(y_blocks, y)) {
-    compute(hw::Width<8>(), int64_t());
-  } else {
+  if (!hw::aligned(y_blocks, y)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(32 * S)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else {
+    compute(hw::Width<8>(), int64_t());
   }
 }
 

@@ -11,7 +11,7 @@ Program::Program(hw::Rank& rank)
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 1),
       puts_(rank, "puts", 1),
-      made_(3),
+      computed_(3),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF),
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(fused_y));
@@ -74,12 +74,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       const auto* x_i = x + q * (M / 4 * K_x);
       HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
       if (q != rank_x) {
-        HW_CHECK(cudaEventRecord(made_[i], stream));
+        HW_CHECK(cudaEventRecord(computed_[i], stream));
       }
     }
     if (q != rank_x) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(cudaStreamWaitEvent(stream, made_[i], 0));
+      HW_CHECK(cudaStreamWaitEvent(stream, computed_[i], 0));
       auto* y_landing_by_sender = y_landing_ + i * (M / 4 * N);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, q, y_landing_by_sender), matmul_w_i, M / 4 * N * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));

@@ -63,7 +63,7 @@ class Program {
   const hw::Channel& channel_x_;  // 4 ranks along x
   hw::Streams ring_;              // 1 stream
   hw::Streams puts_;              // 1 stream
-  hw::Events made_;               // 3 events
+  hw::Events computed_;           // 3 events
   hw::MatmulPlan plan_matmul_w_;
   hw::WindowArena arena_;          // peers access this memory
   hw::bf16* y_landing_ = nullptr;  // bf16[3, 1, M/4, N]

@@ -24,12 +24,12 @@ __global__ void fused_table_taken_partial(const int32_t* ids, const hw::bf16* ta
       hw::store(table_taken_partial + element, table_taken_partial_elements);
     }
   };
-  if (D % 8 == 0 && hw::aligned(table, table_taken_partial) && hw::fits_int32(D * T)) {
-    compute(hw::Width<8>(), uint32_t());
-  } else if (D % 8 == 0 && hw::aligned(table, table_taken_partial)) {
-    compute(hw::Width<8>(), int64_t());
-  } else {
+  if (D % 8 != 0 || !hw::aligned(table, table_taken_partial)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(D * T)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else {
+    compute(hw::Width<8>(), int64_t());
   }
 }
 
@@ -57,12 +57,12 @@ __global__ void fused_where_is_past(const float* scores, float* where_is_past, i
       hw::store(where_is_past + element, where_is_past_element);
     }
   };
-  if (S % 4 == 0 && hw::aligned(scores, where_is_past) && hw::fits_int32(S * T_tp)) {
-    compute(hw::Width<4>(), uint32_t());
-  } else if (S % 4 == 0 && hw::aligned(scores, where_is_past)) {
-    compute(hw::Width<4>(), int64_t());
-  } else {
+  if (S % 4 != 0 || !hw::aligned(scores, where_is_past)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(S * T_tp)) {
+    compute(hw::Width<4>(), uint32_t());
+  } else {
+    compute(hw::Width<4>(), int64_t());
   }
 }
 

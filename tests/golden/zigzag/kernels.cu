@@ -19,12 +19,12 @@ __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halv
       hw::store(k_in_order_pieces + element, k_in_order_pieces_elements);
     }
   };
-  if (hw::aligned(k_in_order_halves, k_in_order_pieces) && hw::fits_int32(128 * S)) {
-    compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(k_in_order_halves, k_in_order_pieces)) {
-    compute(hw::Width<8>(), int64_t());
-  } else {
+  if (!hw::aligned(k_in_order_halves, k_in_order_pieces)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(128 * S)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else {
+    compute(hw::Width<8>(), int64_t());
   }
 }
 
@@ -66,13 +66,12 @@ __global__ void add_reshape_concat_dk_before_concat(const hw::bf16* dk_before_fi
       hw::store(dk_before_concat + element, dk_before_concat_element);
     }
   };
-  if (hw::aligned(dk_before_first_half, dk_before_first_partial, dk_before_expand_dims_2, dk_before_concat) &&
-      hw::fits_int32(128 * S)) {
-    compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(dk_before_first_half, dk_before_first_partial, dk_before_expand_dims_2, dk_before_concat)) {
-    compute(hw::Width<8>(), int64_t());
-  } else {
+  if (!hw::aligned(dk_before_first_half, dk_before_first_partial, dk_before_expand_dims_2, dk_before_concat)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(128 * S)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else {
+    compute(hw::Width<8>(), int64_t());
   }
 }
 
@@ -91,12 +90,12 @@ __global__ void reverse_second_dk_pieces(const hw::bf16* dk_halves, hw::bf16* dk
       hw::store(dk_pieces + element, dk_pieces_elements);
     }
   };
-  if (hw::aligned(dk_halves, dk_pieces) && hw::fits_int32(128 * S)) {
-    compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(dk_halves, dk_pieces)) {
-    compute(hw::Width<8>(), int64_t());
-  } else {
+  if (!hw::aligned(dk_halves, dk_pieces)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(128 * S)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else {
+    compute(hw::Width<8>(), int64_t());
   }
 }
 

@@ -29,12 +29,12 @@ __global__ void concat_y_attention_packed(const hw::bf16* y_keys, const hw::bf16
       hw::store(y_attention_packed + element, y_attention_packed_element);
     }
   };
-  if (hw::aligned(y_keys, y_values, y_attention_packed) && hw::fits_int32(128 * S)) {
-    compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(y_keys, y_values, y_attention_packed)) {
-    compute(hw::Width<8>(), int64_t());
-  } else {
+  if (!hw::aligned(y_keys, y_values, y_attention_packed)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(128 * S)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else {
+    compute(hw::Width<8>(), int64_t());
   }
 }
 
@@ -134,12 +134,12 @@ __global__ void subtract_exp_y_attention_exp_2(const float* y_attention_lse, con
       hw::store(y_attention_exp_2 + element, y_attention_exp_2_element);
     }
   };
-  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_exp_2) && hw::fits_int32(4 * S)) {
-    compute(hw::Width<4>(), uint32_t());
-  } else if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_exp_2)) {
-    compute(hw::Width<4>(), int64_t());
-  } else {
+  if (2 * S % 4 != 0 || !hw::aligned(y_attention_lse, y_attention_maximum, y_attention_exp_2)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(4 * S)) {
+    compute(hw::Width<4>(), uint32_t());
+  } else {
+    compute(hw::Width<4>(), int64_t());
   }
 }
 
@@ -183,12 +183,12 @@ __global__ void fused_y_attention(const float* y_attention_sum, const float* y_a
       hw::store(y_attention + element, y_attention_element);
     }
   };
-  if (hw::aligned(y_attention_blocks, y_attention) && hw::fits_int32(64 * rows)) {
-    compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(y_attention_blocks, y_attention)) {
-    compute(hw::Width<8>(), int64_t());
-  } else {
+  if (!hw::aligned(y_attention_blocks, y_attention)) {
     compute(hw::Width<1>(), int64_t());
+  } else if (hw::fits_int32(64 * rows)) {
+    compute(hw::Width<8>(), uint32_t());
+  } else {
+    compute(hw::Width<8>(), int64_t());
   }
 }
 
