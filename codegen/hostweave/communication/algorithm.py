@@ -73,7 +73,7 @@ class Lowering:
     shard, only an iteration has an owner."""
 
     needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
-    # Emits the matmul of `adds`. With the argument True, the matmul adds to the contents of the buffer.
+    # Emits the matmul of `adds`. With the argument True, the matmul adds the contents of its buffer. If a buffer is given, it gets the sum.
     multiply: Callable[[bool, str | None], None] | None = None
 
     def __init__(

@@ -59,7 +59,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:87  biased = (hw.matmul(x, w).stream("M", chunks=D) + b).stream("M", chunks=D)
+  // fusions_beyond_examples.py:88  biased = (hw.matmul(x, w).stream("M", chunks=D) + b).stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -72,14 +72,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclSend(x, M / 4 * K, ncclBfloat16, (rank_x - i + 4) % 4, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }
-    // fusions_beyond_examples.py:88  h = hw.relu(biased).stream("M", chunks=D).named("h")  # no kernel in the loop
+    // fusions_beyond_examples.py:89  h = hw.relu(biased).stream("M", chunks=D).named("h")  # The loop has no kernel.
     auto* h_i = h + p * (M / 4 * N);
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream, {.bias = b}));
   }
-  // fusions_beyond_examples.py:89  s = (hw.matmul(x, w) * 0.5 + r).named("s")
+  // fusions_beyond_examples.py:90  s = (hw.matmul(x, w) * 0.5 + r).named("s")
   HW_CHECK(plan_s_.multiply(x, w, s, {caller, workspace_}, {.scale = 0.5, .accumulate = r}));
-  // fusions_beyond_examples.py:90  return h, s, hw.clip(s, -1, 1).named("c")  # the other kernel reads s, which the ...
+  // fusions_beyond_examples.py:91  return h, s, hw.clip(s, -1, 1).named("c")  # The other kernel reads s, which the ...
   HW_CHECK(hw::launch_pdl(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, s, c, M, N));
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -66,7 +66,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:95  g = hw.matmul(x, gate).stream("M", chunks=D)
+  // fusions_beyond_examples.py:96  g = hw.matmul(x, gate).stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -82,14 +82,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* g_i = g_ + p * (M / 4 * F_x);
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_g_and_u_.multiply(x_chunk, gate, g_i, stream));
-    // fusions_beyond_examples.py:96  u = hw.matmul(x, up).stream("M", chunks=D)  # joins the loop of the gather
+    // fusions_beyond_examples.py:97  u = hw.matmul(x, up).stream("M", chunks=D)  # The matmul joins the loop of the g ...
     auto* u_i = u_ + p * (M / 4 * F_x);
     HW_CHECK(plan_g_and_u_.multiply(x_chunk, up, u_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  // fusions_beyond_examples.py:97  h = (hw.clip(g, -1, 1) * u).named("h")
+  // fusions_beyond_examples.py:98  h = (hw.clip(g, -1, 1) * u).named("h")
   HW_CHECK(hw::launch_pdl(maximum_minimum_multiply_h, hw::grid_of_elements<8>(M * F_x), caller, g_, u_, g_, M, F_x));
-  // fusions_beyond_examples.py:98  return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)
+  // fusions_beyond_examples.py:99  return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;

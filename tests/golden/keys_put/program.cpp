@@ -67,7 +67,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // attention_cases.py:53  return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
+  // attention_cases.py:52  return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
   HW_CHECK(hw::launch_pdl(concat_y_packed, hw::grid_of_elements<8>(64 * S), caller, k, v, y_packed_, S));
   HW_CHECK(puts_.fork(caller));
   {

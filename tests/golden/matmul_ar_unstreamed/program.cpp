@@ -43,7 +43,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:22  return hw.matmul(x, w)  # all work is on the caller's stream
+  // fusions_beyond_examples.py:22  return hw.matmul(x, w)  # All work is on the caller's stream.
   HW_CHECK(plan_y_.multiply(x, w, y, {caller, workspace_}));
   HW_CHECK(ncclAllReduce(y, y, M * N, ncclBfloat16, ncclSum, channel_x_.comm(), caller));
   HW_CHECK(arena_.end_call(caller));

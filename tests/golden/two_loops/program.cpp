@@ -70,7 +70,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:80  h = hw.matmul(x, w).stream("M", chunks=D)  # the second loop may reuse the buffe ...
+  // fusions_beyond_examples.py:81  h = hw.matmul(x, w).stream("M", chunks=D)  # The second loop may reuse the buffe ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -88,10 +88,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  // fusions_beyond_examples.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
+  // fusions_beyond_examples.py:82  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(plan_matmul_v_.multiply(h_, v, matmul_v_, {caller, workspace_}));
   HW_CHECK(hw::launch_pdl(maximum_minimum_g, hw::grid_of_elements<8>(M * F_x), caller, matmul_v_, matmul_v_, M, F_x));
-  // fusions_beyond_examples.py:82  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
+  // fusions_beyond_examples.py:83  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;

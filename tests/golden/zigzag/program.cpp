@@ -101,7 +101,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* dv = out.dv.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // attention_cases.py:39  y, lse = hw.attention(q, k, v, "top_left", enable_gqa=True)
+  // attention_cases.py:38  y, lse = hw.attention(q, k, v, "top_left", enable_gqa=True)
   {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;
@@ -118,7 +118,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y_second_piece_part = y + 8 * S;
   HW_CHECK(plan_y_second_.attend(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_second_piece_part, caller,
                                  {.lse = lse_second_}));
-  // attention_cases.py:40  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
+  // attention_cases.py:39  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
   HW_CHECK(plan_dq_first_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq,
                                         dk_before_first_partial_, dv_before_first_partial_, caller));
   const auto* dy_second_piece = dy + 8 * S;
@@ -132,7 +132,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* dv_before_second_half = dv_before_second_partial_ + 32 * S;
   HW_CHECK(hw::launch_pdl(add_reshape_concat_dk_before_concat, hw::grid_of_elements<8>(128 * S), caller,
                           dv_before_second_partial_, dv_before_first_partial_, dv_before_second_half, dv_before_concat_, S));
-  // attention_cases.py:41  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
+  // attention_cases.py:40  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
   HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_before_concat_, dk_pieces_, S));
   HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_before_concat_, dv_pieces_, S));
   HW_CHECK(ncclGroupStart());

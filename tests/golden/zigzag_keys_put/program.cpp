@@ -75,7 +75,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_cp = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // attention_cases.py:28  return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+  // attention_cases.py:27  return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
   HW_CHECK(hw::launch_pdl(concat_y_attention_packed, hw::grid_of_elements<8>(128 * S), caller, k, v, y_attention_packed_, S));
   HW_CHECK(puts_.fork(caller));
   {
