@@ -29,7 +29,7 @@ from hostweave.runtime.cpu import seeded
 SEEDS = 200
 CALLS = 3  # number of calls in flight
 SYNCHRONISATION = (ir.Record, ir.Wait, ir.Fork, ir.Join)
-TURNS = "turn"  # Name of the event that orders channels. Without this event, ranks may deadlock, but results are not wrong.
+TURNS = "channels_idle"  # Name of the event that orders channels. Without this event, ranks may deadlock, but results are not wrong.
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
