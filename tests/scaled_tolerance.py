@@ -17,8 +17,8 @@ def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> T
 
     Every op has an error of up to one unit roundoff u of its dtype. `tolerance` gives the error of a sum of n terms on a number of ranks.
     If the terms are products of size 1 / sqrt(n), this error is divided by sqrt(n). The errors of the two operands of a matmul are
-    independent, so their squares add. If several pointwise ops compute values from one value, their errors are correlated, and the largest
-    error is used. The tolerance is five standard deviations of the total error.
+    independent, so their squares add. The errors of pointwise ops on one value are correlated, so the largest error is used. The tolerance
+    is five standard deviations of the total error.
     """
     spread = with_partial_sums(inlined(fusion))
     types = {value_name: value.type for value_name, value in spread.values().items()}

@@ -1,5 +1,5 @@
-"""Tests that the programs of benchmarks can be lowered and emitted without a GPU, because CI does not run the benchmarks. All programs
-except those of `comm` and `overlap` are also checked."""
+"""Programs of benchmarks can be lowered and emitted without a GPU. CI does not run the benchmarks. All programs except those of `comm` and
+`overlap` are also checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostweave.base.paths import BENCHMARKS
 from hostweave.types.machine import H200
 
 RANKS = 2
-ON_CPUS = {"compiler", "cpu_matmul", "host_time"}  # these have parts that run without a GPU
+ON_CPUS = {"compiler", "cpu_matmul", "host_time"}  # Parts of these benchmarks run without a GPU.
 
 
 def compiled(fusion: Any, **options: Any) -> hw.Program:
@@ -94,7 +94,7 @@ def moe(module: Any) -> Iterator[hw.Program]:
 def overlap(module: Any) -> Iterator[hw.Program]:
     for case in module.CASES[1], module.CASES[8]:
         programs = module._alternatives(case, RANKS, machine=H200, check=False)
-        assert case.kind == "rs" or programs["put(1)"].choices[0].chosen.name == "put(1)"  # put(1) copies without a loop
+        assert case.kind == "rs" or programs["put(1)"].choices[0].chosen.name == "put(1)"  # put(1) copies without a loop.
         yield from programs.values()
 
 
@@ -129,12 +129,12 @@ def test_programs_are_emitted(name: str) -> None:
 
 def test_every_benchmark_is_here() -> None:
     """PROGRAMS has all benchmarks that call `hw.compile` and need GPUs, except `predictions`, which runs programs of other benchmarks.
-    Benchmarks of PyTorch modules are not in PROGRAMS, because their programs need PyTorch and take minutes."""
+    Programs of benchmarks of PyTorch modules need PyTorch and take minutes, so these benchmarks are not in PROGRAMS."""
     compile_fusions = {path.stem for path in BENCHMARKS.glob("*.py") if re.search(r"\bhw\.compile\(", path.read_text())}
     assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}
 
 
 def test_every_benchmark_prints_versions() -> None:
-    """Each benchmark prints versions itself, or calls `times_on_ranks`, which prints them."""
+    """Each benchmark prints versions, or calls `times_on_ranks`, which prints them."""
     prints = re.compile(r"\b(?:print_machine|print_tools|times_on_ranks)\(")
     assert [path.name for path in BENCHMARKS.glob("*.py") if not prints.search(path.read_text())] == []

@@ -28,7 +28,7 @@ ENVIRONMENT = ROOT / "docs" / "reference" / "environment.md"
 
 
 def python_of(path: Path) -> str:
-    """Python blocks of a page, in order. Other lines are blank, so that line numbers are those of the page."""
+    """Python blocks of a page, in order. All other lines are blank, so that line numbers are those of the page."""
     lines, inside = [], False
     for line in path.read_text().splitlines():
         fence = line.startswith("```")
@@ -49,7 +49,7 @@ def run_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     path = ROOT / "docs" / f"{name}.md"
     seen: dict[str, Any] = {"__name__": name}
     exec(compile(python_of(path), str(path), "exec"), seen)
-    assert len(seen) > 2  # guards against pages without Python
+    assert len(seen) > 2  # This detects a page without Python.
     return seen
 
 
@@ -73,7 +73,7 @@ def test_the_script_of_the_tutorial_runs_in_processes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "train.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    printed = re.findall(r"rank \d: \(.*?\)", done.stdout)  # two processes may print to one line
+    printed = re.findall(r"rank \d: \(.*?\)", done.stdout)  # Two processes may print to one line.
     assert sorted(printed) == ["rank 0: (8, 32)", "rank 1: (8, 32)"]
 
 
@@ -89,7 +89,7 @@ def test_the_page_on_timelines_shows_the_printed_report(tmp_path: Path, monkeypa
 
 
 def test_the_gallery_shows_compiled_examples() -> None:
-    """Tests one entry of the gallery. All entries are generated when the documentation is built."""
+    """Tests one entry of the gallery. The build of the documentation generates all entries."""
     made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
     ring = next(entry for entry in made["ENTRIES"] if entry.name == "ag_matmul_ring")
     page = "\n".join(made["shown"](ring))
@@ -101,7 +101,7 @@ def test_the_gallery_shows_compiled_examples() -> None:
 
 @pytest.mark.extra("torch")
 def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
-    """Runs this block only, because other blocks of the page need a model and GPUs."""
+    """Runs only this block. Other blocks of the page need a model and GPUs."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     text = (ROOT / "docs" / "pytorch.md").read_text()
     (block,) = re.findall(r"```python\n(import torch.nn.functional as F.*?)```", text, re.DOTALL)
@@ -119,7 +119,7 @@ def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() 
     assert set(dir(hw.errors)) <= set(documented)
     callables = {name for name in hw.__all__ if callable(getattr(hw, name)) and not isinstance(getattr(hw, name), DType)}
     assert callables - set(documented) == {"Fusion", "HostProgram"}
-    assert sorted(set(documented)) == sorted(documented)  # each name is documented once
+    assert sorted(set(documented)) == sorted(documented)  # Each name is documented once.
     assert all(getattr(hw, name).__doc__ for name in callables)
 
 
@@ -136,7 +136,7 @@ def test_pages_have_the_op_table() -> None:
 
 
 def test_the_pictures_are_those_that_the_code_makes() -> None:
-    """The pictures of the documentation are up to date. `python docs/pictures.py` rewrites the pictures."""
+    """`python docs/pictures.py` rewrites the pictures."""
     made = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
     images = ROOT / "docs" / "images"
     assert {path.name for path in images.iterdir()} == {f"{picture.__name__}.svg" for picture in made}
@@ -147,7 +147,7 @@ def test_the_pictures_are_those_that_the_code_makes() -> None:
 
 
 def test_notebooks_are_the_pages() -> None:
-    """The notebooks have the text and code of the pages. `python docs/notebook.py` rewrites the notebooks. Other tests run the blocks."""
+    """`python docs/notebook.py` rewrites the notebooks. Other tests run the blocks."""
     made = runpy.run_path(str(ROOT / "docs" / "notebook.py"))
     for page in (ROOT / "docs" / f"{name}.md" for name in made["PAGES"]):
         notebook = made["notebook"](page.read_text())
@@ -238,13 +238,13 @@ def test_the_page_on_overlap_shows_the_output_of_explain() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if "benchmarks" not in path.parts]  # benchmarks set variables of other libraries
+    files = [path for path in PACKAGE.rglob("*.py") if "benchmarks" not in path.parts]  # Benchmarks set variables of other libraries.
     code = "\n".join(path.read_text() for path in files)
     read = set(re.findall(r'environ(?:\.get\(|\[)\s*"(\w+)"|"(\w+)" in environ|_number\(environ, "(\w+)"\)', code))
     names = {name for groups in read for name in groups if name}
     assert {"HOSTWEAVE_CACHE", "HOSTWEAVE_CUDA_ARCH", "HOSTWEAVE_EDIT", "HOSTWEAVE_PORT", "CXX", "CUDA_HOME"} <= names
     page = ENVIRONMENT.read_text()
-    assert not {name for name in names if name not in page} - {"SLURM_STEP_NODELIST"}  # srun sets it
+    assert not {name for name in names if name not in page} - {"SLURM_STEP_NODELIST"}  # srun sets this variable.
 
 
 def test_no_file_cites_documents_that_users_do_not_have() -> None:

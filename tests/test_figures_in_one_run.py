@@ -1,4 +1,4 @@
-"""Tests that benchmarks/figures.py runs all benchmarks that docs/figures.md names, and that the script finds figures in the output."""
+"""benchmarks/figures.py runs all benchmarks that docs/figures.md names, and finds figures in their output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmark_files import benchmark
 
 from hostweave.base.paths import BENCHMARKS
 
-DOCS = Path(__file__).parents[1] / "docs"  # the documentation is not part of the package
+DOCS = Path(__file__).parents[1] / "docs"  # The documentation is not part of the package.
 LINES = {
     "layer": "8192 tokens, 2 GPUs, goal 1.25: ours 2.907 ms (2.899 to 2.940); torch 3.700 ms (3.692 to 3.860);"
     " 1.273 times as fast as the best peer, torch async TP",
@@ -31,7 +31,7 @@ def test_all_commands_of_the_page(figures: Any) -> None:
     named = {name for command in re.findall("`hostweave bench ([a-z_ ]+)`", page) for name in command.split()}
     named |= set(re.findall(r"benchmarks/([a-z_]+)\.py", page))
     run = {word.removesuffix(".py") for words in figures.PARTS.values() for word in words}
-    assert named - {"figures", "comm"} <= run  # comm is for machines with more GPUs
+    assert named - {"figures", "comm"} <= run  # `comm` is for machines with more GPUs.
     assert all((BENCHMARKS / f"{name}.py").exists() for name in named)
 
 

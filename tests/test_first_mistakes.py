@@ -1,4 +1,4 @@
-"""Common mistakes of users who know PyTorch and NumPy: each error has the location in their file, a reason and a remedy."""
+"""Common mistakes of users who know PyTorch and NumPy. Each error has the location in their file, a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_variable_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_traceback_of_a_trace_has_the_users_frames() -> None:
-    """The traceback of an error during tracing has the user's frames, and only one frame of Hostweave: the decorator."""
+    """The traceback has the user's frames, and only one frame of Hostweave: the decorator."""
 
     def normalised(x: hw.Tensor) -> hw.Tensor:
         return x / x.shape[0]
@@ -251,7 +251,7 @@ def test_long_names_of_dtypes() -> None:
 
 
 def test_the_remedies_for_constants_compute_them() -> None:
-    """The remedy for a constant uses only the shape of a tensor, so it also works if elements are NaN."""
+    """The remedy for a constant uses only the shape of a tensor, so it works even if elements are NaN."""
 
     def constants(x):  # type: ignore[no-untyped-def]
         return hw.zeros(x.shape, x.dtype), hw.full(x.shape, 0.5), hw.arange(x.shape[0])[:, None] == hw.arange(x.shape[0])[None, :]

@@ -48,7 +48,7 @@ FLOORS = (
     ("types",),
     ("base",),
 )
-# Modules that import inside functions. In all other modules imports are at the top.
+# Modules that import inside functions. All other modules import at the top.
 DELAYED_IMPORTS = {
     "start-up: NumPy, the templates, the builder and the rendezvous take longer than a compilation": (
         *("api", "compiled", "build/program", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
@@ -58,7 +58,7 @@ DELAYED_IMPORTS = {
     "classes whose parser imports them": ("fusion_ir/ir", "host_ir/ir"),
     "the names of the package, for a message": ("fusion_ir/frontend/remedies",),
 }
-pytestmark = pytest.mark.xdist_group("floors")  # one worker parses the package once
+pytestmark = pytest.mark.xdist_group("floors")  # One worker parses the package once.
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 
@@ -68,7 +68,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Top-level modules and folders of the package that a file imports, including imports inside functions, imports for type checking, and
+    """Top-level modules and folders of the package that a file imports. Includes imports inside functions, imports for type checking, and
     `import_module`."""
     for node in nodes(path):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
@@ -114,7 +114,7 @@ def test_imports_inside_functions_have_a_reason() -> None:
 
 def test_modules_have_no_import_cycle() -> None:
     """The only import cycle is in `fusion_ir`: functions of ops take tensors, and operators of tensors record ops. Imports for type
-    checking count, too."""
+    checking also count."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
     del paths["hostweave"]
     needs: dict[str, set[str]] = {}
@@ -128,7 +128,7 @@ def test_modules_have_no_import_cycle() -> None:
 
 
 def _reached(needs: dict[str, set[str]], start: str) -> set[str]:
-    """Modules that are imported, directly or indirectly, if `start` is imported."""
+    """Modules that are imported, directly or indirectly, when `start` is imported."""
     found, following = set[str](), [start]
     while following:
         new = needs[following.pop()] - found
@@ -138,7 +138,7 @@ def _reached(needs: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_private_names_stay_in_their_modules() -> None:
-    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # all public names of this folder are attributes of `hw`
+    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # All public names of this folder are attributes of `hw`.
     for path in modules():
         for node in nodes(path) if path.parent != of_users else ():
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hostweave"):
@@ -157,13 +157,13 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_each_pass_has_a_test_file_that_names_it() -> None:
-    """Each pass has a test file with the name of the pass. Each folder of tests is also a folder of the package, except the folders in
-    `others`."""
+    """Each pass has a test file with its name. Each folder of tests is also a folder of the package, except the folders in `others`."""
     tests = Path(__file__).parent
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
     packages = {path.parent.relative_to(PACKAGE) for path in modules()}
-    others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}  # folders with tests of whole programs and of C++
+    # These folders have tests of whole programs and of C++.
+    others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}
     mine = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path(), *map(Path, others)}
     assert mine <= packages
 
@@ -192,11 +192,11 @@ def test_names_of_targets_are_not_compared() -> None:
 
 
 def test_algorithms_are_not_compared() -> None:
-    """Only the folders `communication` and `transports` compare with names of transports, and with names of algorithms whose chunking is
+    """Only the folders `communication` and `transports` compare with names of transports, or with names of algorithms whose chunking is
     `by_shard`."""
     names = {algorithm.name for algorithm in ALGORITHMS if algorithm.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
-    }  # "reduce" is also the name of a reshard to one rank
+    }  # "reduce" is also the name of a reshard to one rank.
     compared = [
         f"{path.relative_to(PACKAGE)}:{ast.unparse(node)}"
         for path in modules()
@@ -216,11 +216,11 @@ def test_names_of_transports_are_not_compared() -> None:
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
     registers = {path.relative_to(PACKAGE).parts[0] for path in modules() if "registers_arena" in path.read_text()}
-    assert registers == {"transports", "emit"}  # all other code need not know which transports register memory
+    assert registers == {"transports", "emit"}  # All other code need not know which transports register memory.
 
 
 # Files that test for a class of instructions, because there is no trait. Examples are epilogues of cuBLASLt, shared plans, and fusion of
-# launches. All other code reads roles and traits.
+# launches. Other code reads roles and traits.
 OWN_SEMANTICS = {
     "analysis/alignment.py",
     "cli/memory_plan.py",
@@ -244,8 +244,7 @@ OWN_SEMANTICS = {
 
 
 def test_code_reads_traits_of_instructions() -> None:
-    """Only the files in OWN_SEMANTICS test for the class of an instruction. Other files may test for abstract classes, such as
-    Communication."""
+    """Other files may test for abstract classes, such as Communication."""
     concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
     for path in modules():
@@ -274,11 +273,12 @@ def test_modules_that_cpp_imports_are_there() -> None:
 
 
 def test_names_that_benchmarks_import_exist() -> None:
-    """All names that benchmarks import exist. CI does not run benchmarks, because most of them need GPUs."""
+    """CI does not run benchmarks, because most of them need GPUs."""
     missing = []
     for path in BENCHMARKS.rglob("*.py"):
         text = path.read_text()
-        sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]  # also code that benchmarks run in other processes
+        # This includes code that benchmarks run in other processes.
+        sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]
         lines = {line for source in sources for line in re.findall(r"^ *from (hostweave[\w.]*) import (.+)$", source, re.MULTILINE)}
         for module, names in lines:
             found = find_spec(module) and import_module(module)
@@ -287,8 +287,7 @@ def test_names_that_benchmarks_import_exist() -> None:
 
 
 def test_compiling_imports_nothing_that_runs_programs() -> None:
-    """Compiling without the check of results imports neither NumPy nor the rendezvous, because importing them takes longer than
-    compiling."""
+    """Importing NumPy or the rendezvous takes longer than compiling. Compiling without the check of results must not import them."""
     compile_one = """if True:
         import sys, hostweave as hw
         x = hw.f32["M@x", "K"]

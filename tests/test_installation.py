@@ -43,7 +43,7 @@ def test_licence_and_types() -> None:
 
 
 def test_an_editable_installation_finds_its_files(tmp_path: Path) -> None:
-    """Python code is in the source tree, and built files are in site-packages. The import hook puts both folders on the path of the
+    """Python code is in the source tree, and built files are in site-packages. The import hook adds both folders to the path of the
     package."""
     built = tmp_path / "site-packages" / "hostweave"
     (built / "native").mkdir(parents=True)

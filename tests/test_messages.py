@@ -1,4 +1,4 @@
-"""Tests the style of all error messages. `pytest tests/test_messages.py -n 0 -s` prints the messages."""
+"""The style of all error messages. `pytest tests/test_messages.py -n 0 -s` prints the messages."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_WORDS = 45  # limit of one message, which has a place, a reason and a remedy
+MOST_WORDS = 45  # maximum number of words of one message, which has a place, a reason and a remedy
 PRIVATE = re.compile(r"\b(beside what|what takes|in turn|(?<!there )(is|are) no [a-z]|cannot be[;:])")  # phrases that are hard to read
 
 
@@ -58,7 +58,7 @@ def test_messages_are_short_and_plain() -> None:
     found = messages()
     assert len(found) > 700
     folder = ""
-    for place, text in found:  # visible with pytest -s
+    for place, text in found:  # The messages are visible with pytest -s.
         if (above := str(Path(place).parent)) != folder:
             print(f"\n{(folder := above)}")
         print(f"  {Path(place).name}: {text}")

@@ -1,4 +1,4 @@
-"""Tests that the use of a missing optional package raises an error with the command that installs it."""
+"""The use of a missing optional package raises an error with the command that installs the package."""
 
 from __future__ import annotations
 
@@ -85,10 +85,9 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_only_one_function_imports_optional_packages() -> None:
-    """Only one function imports optional packages. Exceptions are `hostweave.torch`, which imports PyTorch, and jax_ffi.py, which
-    imports jaxlib."""
+    """`hostweave.torch`, which imports PyTorch, and jax_ffi.py, which imports jaxlib, are exceptions."""
     others = {EXAMPLES, BENCHMARKS, RUNTIME, PACKAGE / "torch"}
     files = [path for path in PACKAGE.rglob("*.py") if not others & {*path.parents}]
     assert len(files) > 100
     found = {f"{path.name}: {name}" for path in files for name in imports(path) if name.partition(".")[0] in PACKAGES}
-    assert found == {"jax_ffi.py: jaxlib"}  # imported only after optional("jax") has succeeded
+    assert found == {"jax_ffi.py: jaxlib"}  # jaxlib is imported only after optional("jax") has succeeded.

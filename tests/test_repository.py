@@ -1,4 +1,4 @@
-"""Checks files that no other test covers: names, links, versions, and workflows."""
+"""Files that no other test covers: names, links, versions, and workflows."""
 
 from __future__ import annotations
 

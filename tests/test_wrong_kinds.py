@@ -1,5 +1,5 @@
-"""Passes values of all kinds for each parameter of public functions. The function must accept the value, or raise an error of Hostweave
-with a reason."""
+"""Passes values of all kinds for each parameter of public functions. A function must accept the value, or raise an error of Hostweave with
+a reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def named_in_the_reference() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def public() -> Iterator[dict[str, Callable[..., Any]]]:
-    """Public functions, classes, and methods of one object of each class."""
+    """Public functions, public classes, and methods of one object of each class."""
     fusion = hw.fusion(x=hw.f32["M", "K"])(lambda x: x + 1)
     program, group = hw.compile(fusion), hw.init(group="of wrong kinds")
     objects = (MESH, TYPE, hw.f32, H200, fusion, program, group, hw.Threads(1), program.capture(X, group=group))
@@ -97,14 +97,14 @@ def of_a_tensor(name: str) -> Callable[..., Any]:
 
 
 def calls(function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Lists of arguments in which one argument has a wrong type, and the name of its parameter."""
+    """Lists of arguments with one argument of a wrong type, and the name of its parameter."""
     parameters = list(inspect.signature(function).parameters.values())
     for wrong, value in itertools.product(parameters, WRONG):
         args, named = list[Any](), dict[str, Any]()
         for p in parameters:
             if p is wrong and p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD):
                 named["M" if p.kind is p.VAR_KEYWORD else p.name] = value
-            elif p is wrong and len(args) < parameters.index(p):  # pass it by name, because an earlier parameter is omitted
+            elif p is wrong and len(args) < parameters.index(p):  # The argument is passed by name, because an earlier parameter is omitted.
                 named[p.name] = value
             elif p is wrong:
                 args.append(value)

@@ -45,8 +45,8 @@ def dropout(x: Array, seed: int, draw: int) -> Array:
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotary embedding: rotates complex numbers whose real part is in the first half of a head, and whose imaginary part is in the
-    second."""
+    """Rotary embedding. Rotates complex numbers: the real parts are the first half of a head, and the imaginary parts are the second
+    half."""
     half = x.shape[-1] // 2
     turned = (x[..., :half] + 1j * x[..., half:]) * (cos + 1j * sin)
     return np.concatenate([turned.real, turned.imag], -1)

@@ -1,4 +1,4 @@
-"""Locks of the GPUs. A GPU test runs together with other tests, or alone. Tests of a GPU's free memory, and of time limits, run alone."""
+"""Locks of the GPUs. A GPU test runs together with other tests, or alone. Tests of free GPU memory and of time limits run alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-HELD = "HOSTWEAVE_TESTS_HOLD_GPUS"  # set while a test holds the GPUs, so that a session that the test starts does not wait for the GPUs
-FOLDER = "HOSTWEAVE_TESTS_OBJECTS"  # names the folder of the locks
-_locks: list[TextIO] = []  # the lock of the GPUs, while a test of this process holds it
+HELD = "HOSTWEAVE_TESTS_HOLD_GPUS"  # Set while a test holds the GPUs, so that a session that the test starts does not wait for the GPUs.
+FOLDER = "HOSTWEAVE_TESTS_OBJECTS"  # The variable names the folder of the locks.
+_locks: list[TextIO] = []  # Lock of the GPUs while a test of this process holds it.
 
 
 @contextmanager
@@ -27,21 +27,21 @@ def with_others() -> Iterator[None]:
             _take(lock, fcntl.LOCK_SH)
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # closing the file does not suffice, because forked processes have it open
+            fcntl.flock(lock, fcntl.LOCK_UN)  # It does not suffice to close the file, because forked processes have it open.
             del os.environ[HELD]
             _locks.clear()
 
 
 def alone() -> None:
-    """Waits until no other GPU test runs. No other GPU test starts before the caller's test ends."""
+    """Waits until no other GPU test runs. No other GPU test starts before the test of the caller ends."""
     for lock in _locks:
         fcntl.flock(lock, fcntl.LOCK_UN)
         _take(lock, fcntl.LOCK_EX)
 
 
 def _take(lock: TextIO, kind: int) -> None:
-    """Takes the lock of the GPUs. While a test waits for this lock, later tests wait for the lock `gate`, so they do not overtake the first
-    test."""
+    """Takes the lock of the GPUs. While a test waits for this lock, later tests wait for the lock `gate`. So they do not overtake the
+    waiting test."""
     with open(Path(os.environ[FOLDER], "gate.lock"), "w") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(lock, kind)

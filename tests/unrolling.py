@@ -1,4 +1,4 @@
-"""Unrolls repeats into single calls, and inlines calls. The result is large, and is only for tests that read a program op by op."""
+"""Unrolls repeats into single calls, and inlines calls. The result is large. It is only for tests that read a program op by op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostweave.types.size import Size
 
 
 def unrolled(fusion: Fusion) -> Fusion:
-    """The same program with calls in place of repeats, and with separate tensors in place of parameter groups."""
+    """Replaces repeats by calls, and parameter groups by separate tensors."""
     return _Unrolling(fusion).fusion() if any(op.kind == "repeat" for op in fusion.ops) or fusion.depths else fusion
 
 
@@ -71,7 +71,7 @@ class _Unrolling:
         order = range(depth)[:: -1 if op[BACKWARD] else 1]
         taken = [self.same.get(operand, operand) for operand in op.tensors[: len(function.inputs)]]
         firsts = {at: op.tensors[number] for at, number in lagged_by(op).items()}
-        whole = results + len(function.inputs)  # index of the first output that stacks a carried value of all calls
+        whole = results + len(function.inputs)  # This is the index of the first output that stacks a carried value of all calls.
         given: dict[int, dict[int, str]] = {index: {} for index in {*(i for i in names if i < whole), *carried.values(), 0}}
         for at in (*op[EACH], *firsts):
             yield from self.selected(op.tensors[at], depth)
@@ -81,7 +81,7 @@ class _Unrolling:
             for at, first in firsts.items():
                 taken[at] = self.elements[op.tensors[at]][call - 1] if call else self.same.get(first, first)
             for index in given:
-                if index >= results and names[index] in self.returned:  # each output has a separate op
+                if index >= results and names[index] in self.returned:  # Each output has a separate op.
                     given[index][call] = self.returned[names[index]][call]
                     type = unsharded(function.inputs[index - results].type)
                     yield Op("copy", (taken[index - results],), Value(given[index][call], type), location=op.location)
@@ -123,7 +123,7 @@ class _Unrolling:
         self.same.setdefault(stack, stack)
 
 
-@lru_cache(maxsize=1)  # computed once for all outputs of a program
+@lru_cache(maxsize=1)  # The result is computed once for all outputs of a program.
 def inlined(fusion: Fusion) -> Fusion:
     """Inlines all calls of a traced program, including each call of a repeat.
 

@@ -215,8 +215,8 @@ store.close()
 
 @pytest.mark.extra("torch")
 def test_torch_distributed_with_the_same_environment() -> None:
-    """torch.distributed can use the same MASTER_PORT, if it is initialised before or after hw.init. The default store of torch.distributed
-    also works as a provider."""
+    """torch.distributed may be initialised before or after hw.init, with the same MASTER_PORT. The default store of torch.distributed also
+    works as a provider."""
     script = """
 import os
 import torch.distributed as dist

@@ -1,8 +1,8 @@
 """Measured times on 8 H200 of one host in milliseconds, of the slowest rank. Comments name times on 2 H200.
 
 A key of three numbers is rows x inner dim x columns of one rank. Sequential programs have a collective of NCCL 2.28 and a matmul of cuBLAS.
-A pipeline sends and receives one shard in a group per iteration, on four streams. Only one parameter of the cost
-model was fitted to these times: the slowdown of communication kernels during matmuls, to the times of the pipelines.
+A pipeline sends and receives one shard in a group per iteration, on four streams. Only one parameter of the cost model was fitted to these
+times: the slowdown of communication kernels during matmuls. It was fitted to the times of the pipelines.
 """
 
 GATHER = {
@@ -25,7 +25,7 @@ SCATTER = {
 }
 REDUCE = {(8192, 3584, 8192): 1.339, (2048, 1024, 8192): 0.260, (128, 3584, 8192): 0.058}
 
-PIPELINE = {2: 1.484, 8: 2.68}  # by number of ranks: a gather of 8192 x 8192, and a matmul with 7168 columns
+PIPELINE = {2: 1.484, 8: 2.68}  # By number of ranks: a gather of 8192 x 8192, and a matmul with 7168 columns.
 
 # 2 H200, from docs/performance.md: number of chunks of the chosen put loop (0 for no loop), milliseconds of this choice, and milliseconds
 # of the sequential program.
@@ -47,5 +47,5 @@ SCATTER_OF_TWO = {
     (128, 3584, 8192): (0, 0.041, 0.041),
     (16, 3584, 8192): (0, 0.031, 0.031),
 }
-LAYER = {8192: 2.916, 2048: 0.815}  # by number of tokens: a layer of Llama 3 70B, sequence-parallel, with the chosen loops
-WEIGHTS = {"layers": 3.35, "in sequence": 6.84, "by kernels": 5.11, "by copies": 3.74}  # 8 layers with sharded weights
+LAYER = {8192: 2.916, 2048: 0.815}  # By number of tokens: a layer of Llama 3 70B, sequence-parallel, with the chosen loops.
+WEIGHTS = {"layers": 3.35, "in sequence": 6.84, "by kernels": 5.11, "by copies": 3.74}  # 8 layers with sharded weights.

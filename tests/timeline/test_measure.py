@@ -1,4 +1,4 @@
-"""Measured timelines: every instruction with work is between two marks, in a separate program that gives the same results."""
+"""Measured timelines. In a separate program, every instruction with work is between two marks. This program gives the same results."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def expect_in_order(report: Report) -> None:
     by_stream: dict[tuple[int, str], list[Any]] = {}
     for event in found.events:
         assert 0 <= event.start <= event.end
-        assert all(found.events[earlier].end <= event.end + 1 for earlier in event.after)  # also for events of different ranks
+        assert all(found.events[earlier].end <= event.end + 1 for earlier in event.after)  # This also holds for events of different ranks.
         assert all(found.events[other].start <= event.end + 1 for other in event.meets)
         by_stream.setdefault((event.rank, event.stream), []).append(event)
     for events in by_stream.values():
@@ -190,7 +190,7 @@ def test_mistakes() -> None:
 
 
 def test_ranks_are_shifted_until_no_receive_precedes_its_send() -> None:
-    """According to the clocks, rank 1 receives before rank 0 sends. The smallest shift of rank 1 that prevents such a receive is 90 us."""
+    """By the clocks, rank 1 receives before rank 0 sends. A shift of rank 1 by at least 90 us prevents such a receive."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)
     assert len(match_communications(operations)) == 2

@@ -1,4 +1,4 @@
-"""Predicted timelines are close to measurements, and have the order of the program."""
+"""Predicted timelines are close to measurements, and follow the order of the program."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_matmuls_during_communication_kernels_take_longer() -> None:
     sizes = {"M": 8192, "K": 8192, "N": 7168}
     found = predicted(product(8, ("M", "N"), is_gathered=True, chunks=8, algorithm="p2p"), sizes)
     times = [event.micros for event in found.of_rank(0) if event.kind == COMPUTE]
-    assert times[0] > 1.5 * times[-1]  # nothing overlaps with the last matmul
+    assert times[0] > 1.5 * times[-1]  # Nothing overlaps with the last matmul.
 
 
 def test_names_are_the_users() -> None:
@@ -196,7 +196,7 @@ def test_names_are_the_users() -> None:
 
 
 def test_memory_is_in_use_from_allocate_to_deallocate() -> None:
-    """x and y have 4 MB each. The memory of a, 4 MB, is needed until b is computed."""
+    """x and y have 4 MB each. The 4 MB of a are needed until b is computed."""
     host = """host @f(%x: f32[M, M]) -> (%y: f32[M, M]) mesh() {
   %a = allocate f32[M, M]
   copy %x -> %a
@@ -241,7 +241,7 @@ def test_the_time_of_a_sort_is_that_of_its_steps() -> None:
 
 
 def test_repeated_rows_beyond_the_cache_are_read_again() -> None:
-    """If a table is larger than the cache, rows that are read repeatedly are read from memory. On H200, 65536 reads of the 8192 rows of a
+    """If a table exceeds the cache, a row that is read repeatedly is read from memory each time. On H200, 65536 reads of the 8192 rows of a
     117 MB table take 381 us."""
     take = hw.fusion(x=hw.bf16["T", 7168], i=hw.i64["I"])(lambda x, i: hw.take(x, i, axis=0))
     (micros,) = times_of(take, {"T": 8192, "I": 65536}).values()
@@ -261,7 +261,7 @@ def test_grouped_matmuls_run_at_the_speed_of_their_kernels() -> None:
 
 
 def test_parts_of_a_product_of_few_columns_are_added_after_it() -> None:
-    """If a product has few tiles, its inner dim is split, and a kernel adds the parts. 128 x 14336 x 4096 takes 38 us on H200."""
+    """If a product has few tiles, its inner dim is split, and a kernel adds the parts. On H200, 128 x 14336 x 4096 takes 38 us."""
     product = hw.fusion(x=hw.bf16["M", "K"], w=hw.bf16["K", "N"])(lambda x, w: hw.matmul(x, w))
     (micros,) = times_of(product, {"M": 128, "K": 14336, "N": 4096}).values()
     assert micros == pytest.approx(38, rel=0.1)
@@ -323,7 +323,7 @@ def test_hosts_are_joined_by_their_network() -> None:
     slow = replace(H200, network=replace(NETWORK, bandwidth=4.5e9))
     assert gather(predicted_on(16, sizes, slow)) == pytest.approx(1e6 * (FIRST_ARRIVAL + 5e-6 + size / 2 / 8 / 4.5e9))
     assert "and 4.5 GB/s between hosts (8 ports of 400 Gb/s a host)" in predicted_on(16, sizes, slow).basis
-    assert gather(predicted_on(8, sizes, slow)) == gather(predicted_on(8, sizes, H200))  # one host
+    assert gather(predicted_on(8, sizes, slow)) == gather(predicted_on(8, sizes, H200))  # The ranks are on one host.
 
 
 def gather(timeline: Timeline) -> float:
@@ -384,7 +384,7 @@ def test_1024_ranks_take_less_than_30_seconds() -> None:
     assert len(str(report).splitlines()) == 20
     assert perf_counter() - begin < 30
     assert len(report.predicted.ranks) == 1024
-    assert len({total.busy for total in report.predicted.totals}) == 1  # all ranks have equal work
+    assert len({total.busy for total in report.predicted.totals}) == 1  # All ranks have equal work.
 
 
 def test_a_group_of_1024_ranks_takes_less_than_10_seconds() -> None:

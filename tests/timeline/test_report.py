@@ -1,4 +1,4 @@
-"""Tests reports of a timeline: the page, the Perfetto trace, the picture, the graph of the program, and the changes of passes."""
+"""Reports of a timeline: the page, the Perfetto trace, the picture, the graph of the program, and the changes of passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report() -> Report:
 
 
 class Page(HTMLParser):
-    """Parser that collects the resources that a page would load, and its text outside of scripts."""
+    """Collects the resources that a page would load, and the text outside of scripts."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -90,7 +90,8 @@ def test_boxes_of_one_lane_do_not_overlap(report: Report) -> None:
         if "compute" in box.get("class", ""):
             x = float(box.get("x", 0))
             lanes.setdefault(box.get("y", ""), []).append((x, x + float(box.get("width", 0))))
-    assert len(lanes) == 4  # per rank: the stream of the loop's matmuls, and the caller's stream with the kernel after the loop
+    # Each rank has two lanes: the stream of the loop's matmuls, and the caller's stream with the kernel after the loop.
+    assert len(lanes) == 4
     for spans in lanes.values():
         assert all(end <= start + 0.02 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
 
@@ -145,7 +146,7 @@ def test_functions_have_separate_rows() -> None:
     rows = graph_of(fusion).rows
     heads = [row.text.split()[0] for row in rows if row.kind == "head"]
     assert heads == ["function", "fusion"]
-    assert all(operand > 5 for row in rows[7:] for operand in row.operands)  # each body has separate values
+    assert all(operand > 5 for row in rows[7:] for operand in row.operands)  # Each body has separate values.
 
 
 def test_changes_of_a_pass() -> None:
@@ -195,7 +196,7 @@ def test_ticks_are_few_and_round() -> None:
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
-# Runs in the page: records its contents initially, when hovering over an event, and after zooming.
+# Runs in the page. Records the contents of the page at first, when hovering over an event, and after zooming.
 PROBE = """<script>
 const seen = {boxes: events.length, texts: [...texts.values()].filter(text => text.style.display === "").length};
 const put = events.find(box => data.timelines[0].events[box.dataset.n].name.startsWith("put"));
@@ -221,7 +222,7 @@ def test_the_page_in_a_browser(report: Report, tmp_path: Path, scheme: int, back
     browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     browser += [f"--blink-settings=preferredColorScheme={scheme}", page.as_uri()]
     run = subprocess.run(browser, capture_output=True, text=True, timeout=120, check=True)
-    *_, found = re.findall(r'<pre id="seen">(.*?)</pre>', run.stdout)  # skips the text of the script
+    *_, found = re.findall(r'<pre id="seen">(.*?)</pre>', run.stdout)  # The text of the script is skipped.
     seen = json.loads(found.replace("&gt;", ">").replace("&amp;", "&"))
     assert seen["boxes"] == len(report.predicted.events)
     assert seen["texts"] >= 4

@@ -43,8 +43,8 @@ def test_a_transport_supports_its_declared_calls() -> None:
 
 @pytest.mark.parametrize("name", ["peer", "one_sided"])
 def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
-    """In NCCL 2.28 to 2.30.6, a collective on registered windows may read its input before the preceding kernel ends. This happens if the
-    kernel has a programmatic launch. Collectives therefore do not use communicators with windows."""
+    """In NCCL 2.28 to 2.30.6, a collective on registered windows may read its input before the preceding kernel ends, if this kernel has a
+    programmatic launch."""
     assert not find_transport(name).carries & {"collective", "send", "recv"}
     program = HEAD.replace("mesh(x=2)", f"mesh(x=2) channels(x: x {name})") + "all_reduce sum %x -> %y on x\n}\n"
     with pytest.raises(ProgramError, match=f"channel x is {name}, which supports only get, signal, wait_signal"):
@@ -52,7 +52,7 @@ def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
 
 
 def test_a_channel_uses_the_first_transport_that_supports_its_calls() -> None:
-    """If two transports support the needed calls, the preferred transport is used, unless the machine does not support that transport."""
+    """If the machine does not support the preferred transport, the next one is used."""
     stated, sizes = one_sided_fusions(ranks=2)["ag_matmul_put"], {"M": 8192, "K": 8192, "N": 4096}
     chosen = hw.fusion(mesh=hw.Mesh(x=2), x=bf16["M@x", "K"], w=bf16["K", "N@x"])(lambda x, w: hw.matmul(x, w))
     for machine, by in ((H200, "peer"), (H200.without("peer", "here"), "one_sided")):

@@ -72,8 +72,8 @@ def test_result_and_choice(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(("alternative", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
 def test_a_gather_that_is_read_again_after_its_loop(alternative: str, chunks: int, ranks: int) -> None:
-    """A gathered value, such as a gradient, is used by rows in one matmul. After the loop, the value is used by columns in another matmul,
-    and as a result."""
+    """A gathered value, such as a gradient, is used by rows in one matmul. After the loop, another matmul uses the value by columns, and
+    the value is a result."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "F@x"], a=hw.f32["M", "N"])
     def backward(x: hw.Tensor, w: hw.Tensor, a: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
@@ -130,7 +130,7 @@ def test_explain() -> None:
 
 def test_explain_names_the_gain_of_a_faster_alternative() -> None:
     """If an alternative is predicted to be faster than the used alternative, the text has the gain. The text also says why the faster
-    alternative is not used. Either the gain is too small, or the user requested another alternative."""
+    alternative is not used: the gain is too small, or the user requested another alternative."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.alternatives[-1], c.chosen) for c in program.choices if len(c.alternatives) > 1)
@@ -188,7 +188,7 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
-    """If a size is not a multiple of the number of chunks, `run`, calls of ranks and captured calls use no loop."""
+    """`run`, calls of ranks and captured calls then use no loop."""
     random, choices = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, choices=choices))
     given, threads = arrays(), hw.Threads(ranks)
@@ -222,7 +222,7 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     assert not any(choice.chosen.chunks for choice in program.compiled.in_sequence.host.choices)
     with pytest.raises(
         ArgumentError, match="layer: wg: K is 15 here and 16 in x; pass arrays that agree"
-    ):  # same message as for the sequential program
+    ):  # The message is the same as for the sequential program.
         program.run(x=calls[-1], **{**weights, "wg": given["wg"][:15]})
     program.close()
 
@@ -250,14 +250,14 @@ def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
     assert names == [("put(1)", "none"), ("get(1)", "none"), ("none", "put(1)")]
     options = replace(options, choices={choice.name: choice.chosen.name for choice in program.choices})
     assert program.host_ir == hw.compile(fusion, options=options).host_ir
-    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # the next put does not wait for copies of local shards
-    assert program.choices[-1].value == "w_0_resharded"  # the first weight is needed immediately
-    assert program.host_ir.count("fork comm") == 1  # both gathers wait for the same work
+    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # The next put does not wait for copies of local shards.
+    assert program.choices[-1].value == "w_0_resharded"  # The first weight is needed immediately.
+    assert program.host_ir.count("fork comm") == 1  # Both gathers wait for the same work.
     for alternative in ("put", "get"):
         assert f"overlapped with other ops on a separate stream by {alternative}, peer, predicted" in program.explain()
     first = hw.compile(fusion, options=replace(options, choices={"@layers %w_0_resharded": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
-    assert "\n  copy %w_0 -> " in first.host_ir  # without delay, because the caller's stream waits for the gather
+    assert "\n  copy %w_0 -> " in first.host_ir  # The copy has no delay, because the caller's stream waits for the gather.
     for run, rows, inner in ((program.run, 48, 48), (program.run, 7, 48), (program.run, 48, 49), (first.run, 48, 48)):
         x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
         weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
@@ -308,7 +308,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hw.Program, "measure", None)
     assert hw.compile(gathered, options=options).choices == found.choices
     with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, but sizes are missing: N; pass them as Opt'):
-        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # no communication has alternatives
+        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # No communication has alternatives.
     monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
     with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):
         search.search(found.host, options.sizes, ("another",), lambda _: found)
@@ -357,8 +357,7 @@ def why_not(transport: Transport) -> str:
 @pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_DRIVER])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put loops are chosen for one host. Ranks on several hosts, as reported by the ranks or by NCCL, run a variant without these loops.
-    The same is true if one rank has loaded an older NCCL before channels are created.
-    """
+    Ranks also do so if one rank loads an older NCCL before channels are created."""
     channels, connected = list[str](), Group.connected
 
     def connect(group: Group, member: Any, module: ModuleType, tune: bool) -> Any:

@@ -45,7 +45,7 @@ def test_sums_of_sizes() -> None:
 
 
 def test_sizes_of_shards() -> None:
-    """The texts of sizes of shards can be parsed."""
+    """The texts of these sizes can be parsed."""
     m, n = Size.of("M"), Size.of("N")
     mesh = hw.Mesh(x=4)
     part = Size(1, (LocalSize(m, ("x",)),))
@@ -110,7 +110,7 @@ def test_blocks_of_a_dim_that_is_a_sum() -> None:
     blocks = [spec.shard(array[:, :4], rank, mesh) for rank in range(2)]
     np.testing.assert_array_equal(blocks[1], array[:, 2:4])
     np.testing.assert_array_equal(spec.unshard(blocks, mesh), array[:, :4])
-    alone = TensorType(hw.f32, (Dim.of("(N - 1)@x"),))  # N may be anything
+    alone = TensorType(hw.f32, (Dim.of("(N - 1)@x"),))  # N may have any value.
     np.testing.assert_array_equal(alone.shard(array[0], 1, mesh), array[0, 4:])
 
 
@@ -118,7 +118,7 @@ def test_shard_and_unshard() -> None:
     mesh, spec = hw.Mesh(dp=2, tp=3), hw.f32["M@tp,dp", "N"]
     array = np.arange(24).reshape(12, 2)
     blocks = [spec.shard(array, rank, mesh) for rank in range(6)]
-    np.testing.assert_array_equal(blocks[1], array[4:6])  # dp=0, tp=1: the first half of the second third
+    np.testing.assert_array_equal(blocks[1], array[4:6])  # At dp=0, tp=1, this is the first half of the second third.
     assert all(block.base is not None for block in blocks)
     np.testing.assert_array_equal(spec.unshard(blocks, mesh), array)
     np.testing.assert_array_equal(hw.f32["M", "N"].unshard([array] * 6, mesh), array)

@@ -1,4 +1,4 @@
-"""Reprs of types, meshes and programs in an interactive session are short, and use the syntax of the IR."""
+"""Reprs of types, meshes and programs in an interactive session. They are short, and use the syntax of the IR."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_types_and_meshes() -> None:
 
 def test_programs() -> None:
     inputs = "(x: f32[M@x, K], w: bf16[K, N])"
-    assert repr(mixed) == f"<hostweave fusion mixed{inputs} -> f32[M, N] on mesh(x=2)>"  # no pass has chosen the result's sharding yet
+    # No pass has chosen the sharding of the result yet.
+    assert repr(mixed) == f"<hostweave fusion mixed{inputs} -> f32[M, N] on mesh(x=2)>"
     program = hw.compile(mixed)
     assert repr(program) == "<hostweave program mixed for cpu on mesh(x=2)>"
     host = HostProgram.parse(program.host_ir)
