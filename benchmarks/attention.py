@@ -1,9 +1,9 @@
-"""Causal bf16 attention, forward and backward, against torch with cuDNN.
+"""Causal bf16 attention, forward and backward, compared with torch with cuDNN.
 
-Cases of Llama 3 8B have 32 heads of queries and 8 of keys. Cases of Llama 3 70B at TP 8 have 8 heads of queries and one of keys per rank.
-Other cases shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has one piece of each half of the sequence, so
-both GPUs have equal work. The outermost dim of all operands is the sequence. Times are medians of alternating measurements, without host
-time.
+Cases of Llama 3 8B have 32 heads of queries and 8 heads of keys. Cases of Llama 3 70B at TP 8 have 8 heads of queries and one head of keys
+per rank. Other cases shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has one piece of each half of the
+sequence, so both GPUs have equal work. The outermost dim of all operands is the sequence. Times are medians of alternating measurements,
+without host time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
 TORCH_TIMES = 1.03  # largest allowed ratio to torch's time
 SHARED = 32768  # rows that are sharded over two GPUs
-ROUNDS = 3  # rounds of equally many calls; each round copies the arrays to the GPUs again
-SPEEDUP = 1.7  # smallest allowed speed-up on two GPUs over one
+ROUNDS = 3  # number of rounds of equally many calls; each round copies the arrays to the GPUs again
+SPEEDUP = 1.7  # smallest allowed speed-up of two GPUs over one GPU
 
 Attend = Callable[[], Any]
 
@@ -86,8 +86,8 @@ def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], grou
 
 
 def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
-    """Times of forward and backward passes over a sequence on two GPUs and on one, alternately. On two GPUs, a time is that of the slower
-    GPU."""
+    """Times of forward and backward passes over a sequence, alternately on two GPUs and on one. On two GPUs, a time is the time of the
+    slower GPU."""
     arrays = {name: _drawn(fusion) for name, (fusion, _) in programs.items()}
     found: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(ROUNDS):
@@ -108,7 +108,7 @@ def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
 
 
 def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
-    """Random inputs. Only the first 4096 rows are random; the other rows repeat these rows."""
+    """Random inputs. Only the first 4096 rows are random; all other rows repeat these rows."""
     random, arrays = np.random.default_rng(0), {}
     for value in fusion.inputs:
         rows, *row = map(int, value.type.shape)
@@ -193,8 +193,7 @@ def _back(x: hw.Tensor) -> hw.Tensor:
 
 
 def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
-    """Forward and backward pass by torch with cuDNN. If this cuDNN does not support grouped heads, the key heads are repeated
-    beforehand."""
+    """Forward and backward pass by torch with cuDNN. Repeats the key heads beforehand if this cuDNN does not support grouped heads."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -216,8 +215,8 @@ def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
 
 
 def _times(calls: tuple[Attend, ...], count: int) -> list[list[float]]:
-    """Milliseconds per call on the GPU, from alternating measurements of `count` calls. The calls are enqueued behind a spinning
-    kernel."""
+    """Milliseconds per call on the GPU, from alternating measurements of `count` calls. A spinning kernel runs while the calls are
+    enqueued."""
     import torch
 
     timings: list[list[float]] = [[] for _ in calls]

@@ -1,6 +1,6 @@
-"""Host time and bandwidth of the communications in COMMUNICATIONS, each as a separate program, compared with direct NCCL calls.
+"""Host time and bandwidth of the communications in COMMUNICATIONS. Each is a separate program, compared with direct NCCL calls.
 
-Both variants are compiled programs in this process. In the variant with direct calls, the NCCL calls replace the generated body of `run`.
+Both variants are compiled programs in this process. In the variant with direct calls, NCCL calls replace the generated body of `run`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     ranks = len(gpus())
     print(f"{ranks} GPUs; added host time of a call in us (limit {MORE_US}), and share of NCCL's bandwidth (limit {OF_BANDWIDTH})")
     for name, (*_, calls) in COMMUNICATIONS.items():
-        # The check is off. The check rejects a reduce, because a reduce writes the output of only one rank.
+        # The check is off, because a reduce writes the output of only one rank, and the check rejects this.
         program = hw.compile(hw.HostProgram.parse(text_of(name, ranks)), target="cuda", options=hw.Options(check=False))
         bare = _bare(program, calls.replace("{ranks}", str(ranks)).replace("{{", "{").replace("}}", "}"))
         for size, log in SIZES.items():
@@ -101,7 +101,7 @@ def text_of(name: str, ranks: int) -> str:
 
 
 def _bare(program: Any, calls: str) -> Any:
-    """Program whose `run` contains only these calls."""
+    """A program whose `run` contains only these calls."""
     source = program.sources["program.cpp"]
     begin = source.index("void Program::run(")
     body = f"""void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {{
@@ -130,7 +130,7 @@ def _bare(program: Any, calls: str) -> Any:
 
 
 def _times(program: Any, x: Any) -> tuple[float, float]:
-    """Host microseconds and device milliseconds per call of the slowest rank: medians over the repetitions."""
+    """Host microseconds and device milliseconds per call of the slowest rank. Both are medians over the repetitions."""
     times = program.measure(warmups=2, repetitions=9, x=x)
     host = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
     return host, statistics.median(max(rank[i].total_ms for rank in times) for i in range(len(times[0])))

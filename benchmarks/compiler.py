@@ -21,7 +21,8 @@ from hostweave.host_ir import ir, tree
 from hostweave.pipeline import lower
 from hostweave.targets.target import find_target
 
-PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")  # two without generated kernels, and two with them
+# two programs without generated kernels, and two programs with them
+PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")
 SIZES = dict.fromkeys(("S", "B", "L"), 4096)
 OPTIONS = {"": hw.Options(), "with chosen loops": hw.Options(sizes=SIZES), "one-sided": hw.Options(sizes=SIZES, transport="one_sided")}
 
@@ -114,13 +115,13 @@ def chain_seconds(length: int) -> float:
 
 
 def build_seconds(name: str, target: str) -> tuple[float, float, bool]:
-    """Seconds of a compilation into a cache that has only the runtime, and seconds of a load from this cache. Also returns True if the
-    program has kernels."""
+    """Seconds of a compilation into a cache that has only the runtime, and seconds of a load from this cache. The third value is True if
+    the program has kernels."""
     programs = {**programs_in(load_file(EXAMPLES / "seeds.py")), **programs_in(load_file(EXAMPLES / "single_device.py"))}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
         first = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target)
-        _ = first.folder  # also builds the runtime library
+        _ = first.folder  # This also builds the runtime library.
         cold_program = hw.compile(programs[name], target=target)
         cold = once(lambda: cold_program.folder)
         code = f"""

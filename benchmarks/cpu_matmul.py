@@ -1,4 +1,4 @@
-"""A matmul program on the CPU target, compared with the same OpenBLAS call made directly. The two calls alternate in one process."""
+"""A matmul program on the CPU target, compared with a direct call of the same OpenBLAS function. The two calls alternate in one process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def main() -> None:
         program.run(x=x, w=w)
         ratios, gflops = [], []
         for _ in range(7):
-            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # the CPU target changes this number
+            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # The CPU target changes this number.
             started = time.perf_counter()
             _sgemm(x, w, y)
             direct = time.perf_counter() - started
-            time.sleep(0.3)  # OpenBLAS threads spin after a call and would occupy the cores
+            time.sleep(0.3)  # OpenBLAS threads spin after a call, and would occupy the cores.
             times = program.measure(warmups=0, repetitions=1, x=x, w=w)
             ours = times[0][0].total_ms / 1e3
             ratios.append(direct / ours)

@@ -2,10 +2,10 @@
 
 Each of 16 tensor-parallel blocks computes x + swiglu(rms_norm(x)). On several GPUs a block has one all_reduce. Shapes are those of Llama 3:
 8B on one GPU, and 70B at TP 8 on all GPUs of this machine. Data is random, in bf16. One process per GPU runs all variants alternately on
-the same arrays. Printed times are milliseconds per call of the slowest rank: the median over series of calls that all ranks start together.
-In one variant, Hostweave measures the algorithms of cuBLASLt and uses the fastest, as torch.compile does. A lower bound is the time of a
-copy whose reads and writes together have as many bytes as the weights. `decode.py 70B` runs one case, and `decode.py 70B 128` runs one
-number of tokens.
+the same arrays. Printed times are milliseconds per call of the slowest rank, as medians over series of calls. All ranks start a series
+together. One variant of Hostweave measures the algorithms of cuBLASLt and uses the fastest, as torch.compile does. A lower bound is the
+time of a copy whose reads and writes together have as many bytes as the weights. `decode.py 70B` runs one case, and `decode.py 70B 128`
+runs one number of tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCKS = 16
 TOKENS = (1, 16, 128)
 ROW = 20  # calls per series
 REPETITIONS = 7
-TOLERANCE = 0.03  # relative to the largest element: variants round different intermediates to bf16
+TOLERANCE = 0.03  # relative to the largest element; variants round different intermediates to bf16
 OURS = "captured"
 TUNED = f"{OURS}, tuned"
 COPY = "copy"
@@ -109,7 +109,8 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
     model, tuned_model = (program.bind(**weights) for program in programs)
     blocks = [tuple(weights[f"{name}_{i}"] for name in ("n", "wg", "wu", "wd")) for i in range(BLOCKS)]
     tuned_block = torch.compile(_torch_block, dynamic=False, mode="max-autotune-no-cudagraphs")
-    read, written = torch.empty(2, sum(w.nbytes for w in weights.values()) // 2, dtype=torch.uint8, device="cuda")  # equal total bytes
+    # Reads and writes have equal bytes.
+    read, written = torch.empty(2, sum(w.nbytes for w in weights.values()) // 2, dtype=torch.uint8, device="cuda")
     eager, tuned = (partial(_torch_decode, block, blocks=blocks) for block in (_torch_block, tuned_block))
     for tokens in all_tokens:
         x = random(tokens, case.hidden, scale=1)
@@ -130,7 +131,7 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
                 assert error <= TOLERANCE, f"{name}: {error}"
             single[COPY] = partial(written.copy_, read)
             yield {name: partial(_row, call) for name, call in single.items()}
-        torch.compiler.reset()  # because torch compiles a function for only a few shapes
+        torch.compiler.reset()  # torch compiles a function for only a few shapes.
     for program in programs:
         program.close()
 
@@ -141,7 +142,7 @@ def _row(call: Callable[[], Any]) -> None:
 
 
 def _torch_decode(block: Callable[..., Any], x: Any, blocks: list[tuple[Any, ...]]) -> Any:
-    """All blocks by torch. Each call of `block` first adds the result of the previous block. torch.compile can then fuse this sum with the
+    """All blocks by torch. Each call of `block` first adds the result of the previous block. So torch.compile can fuse this sum with the
     norm, as in a whole model."""
     import torch
     import torch.distributed as dist

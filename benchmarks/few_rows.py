@@ -1,7 +1,7 @@
-"""Matmuls of 1 to 8 rows on one GPU, against a device copy of their weights and against torch in a CUDA graph.
+"""Matmuls of 1 to 8 rows on one GPU, compared with a device copy of their weights, and with torch in a CUDA graph.
 
-A captured call has several matmuls of one operand with different weights. All weights together exceed the GPU's cache. torch's graph has
-the same matmuls. Both graphs are timed alternately. The benchmark prints the bandwidth of reading the weights as a fraction of the
+A captured call has several matmuls of one operand with different weights. All weights together exceed the cache of the GPU. torch's graph
+has the same matmuls. Both graphs are timed alternately. The benchmark prints the bandwidth of reading the weights as a fraction of the
 bandwidth of a copy. The bytes of a copy are its reads plus its writes.
 """
 
@@ -16,15 +16,15 @@ from peers.torch_graphs import in_a_graph
 
 import hostweave as hw
 
-COLD_BYTES = 512 << 20  # bytes of weights: many times a GPU's cache
+COLD_BYTES = 512 << 20  # bytes of weights; many times the cache of a GPU
 TIMINGS = 15
 WARMUPS = 3
 WAIT = 200_000  # cycles that the GPU spins while the host launches the graph
-SHARE = 0.85  # smallest allowed fraction of a copy's bandwidth, if a weight has at least LARGE bytes
+SHARE = 0.85  # smallest allowed fraction of the bandwidth of a copy, if a weight has at least LARGE bytes
 LARGE = 58_000_000
 ROWS = (1, 2, 4, 8)
 SHAPES = {"70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192), "8B, gate": (4096, 14336), "8B, down": (14336, 4096)}
-TOLERANCE = 0.02  # relative to the largest element: both implementations round to bf16
+TOLERANCE = 0.02  # relative to the largest element; both implementations round to bf16
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Runs the Python benchmarks that docs/figures.md names, except comm, and prints a table of the figures that have a goal.
+"""Runs the Python benchmarks that docs/figures.md names, except comm. Prints a table of the figures that have a goal.
 
-Some rows of the page need other arguments or another machine. Each part is a benchmark that runs in a separate process with a time limit.
-The output of a part is printed immediately. Arguments are names of parts; default: all. The argument `goals` adds the parts that measure
-figures of the table. Two GPUs are needed. The exit status is 1 if a part fails, and 2 if a name is unknown. A missed goal is not an
-error.
+Some rows of the page need other arguments or another machine. Each part is a benchmark that runs in a separate process with a time
+limit. The output of a part is printed immediately. Arguments are names of parts; default: all. The argument `goals` adds the parts that
+measure figures of the table. Two GPUs are needed. The exit status is 1 if a part fails, and 2 if a name is unknown. A missed goal is not
+an error.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PARTS: dict[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure in the output of a part, and its goal. `pattern` has one group, which matches the figure's number."""
+    """A figure in the output of a part, and its goal. The single group of `pattern` matches the number of the figure."""
 
     figure: str
     part: str
@@ -112,8 +112,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> tuple[str, int]:
-    """Runs a benchmark, prints its output, and returns the output and the exit status. Kills the benchmark's process after SECONDS, but not
-    processes that it has started."""
+    """Runs a benchmark, prints its output, and returns the output and the exit status. After SECONDS, kills the process of the benchmark,
+    but not the processes that it has started."""
     here = Path(__file__).parent
     command = [sys.executable, "-u", *(str(here / word) if word.endswith(".py") else word for word in words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:

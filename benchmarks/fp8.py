@@ -2,12 +2,12 @@
 
 - products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of Llama 3: 70B at TP 8, per rank, and 8B
   on one GPU. Both matmuls are CUDA graphs.
-- layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. The peers
-  are Hostweave in bf16, and torch's _scaled_mm, compiled without and with asynchronous tensor parallelism.
+- layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. The peers are
+  Hostweave in bf16, and torch's _scaled_mm, compiled without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
-Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
-that all ranks start together. Arguments are names of the list above; default: all. `layer` needs at least two GPUs.
+Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank, as medians over
+calls. All ranks start a call together. Arguments are names of the list above; default: all. `layer` needs at least two GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHAPES = {
 SCALINGS = ("tensor", "row", "block")
 HIDDEN, INNER = 8192, 3584  # dims of the layer; INNER is per rank
 DECODED, OF_8B, BLOCKS = (1, 16, 64), (4096, 14336), 16
-TOLERANCE = 0.02  # relative to the largest element: sums of thousands of terms are rounded to bf16
+TOLERANCE = 0.02  # relative to the largest element; sums of thousands of terms are rounded to bf16
 OURS, BF16 = "fp8", "bf16"
 
 Calls = dict[str, Callable[[], Any]]
@@ -51,7 +51,7 @@ def main(names: Sequence[str]) -> None:
             print("layer: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            ours = next(iter(times))  # the first name: the case, and Hostweave's variant
+            ours = next(iter(times))  # The first name is the case, and Hostweave's variant.
             print(f"{name}: {report.line(times, [ours])}", flush=True)
 
 
@@ -60,7 +60,7 @@ def main(names: Sequence[str]) -> None:
 
 @cache
 def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
-    """Program of one product. Block scales of `a` have torch's layout: scales of adjacent rows are contiguous."""
+    """Program of one product. Block scales of `a` have torch's layout: the scales of adjacent rows are contiguous."""
     of_a, of_w = ((1, 1), (1, 1)) if scaling == "tensor" else ((1, "M"), (n, 1))
     if isinstance(k, int) and isinstance(n, int):
         of_a, of_w = (k // 128, "M"), (n // 128, k // 128)
@@ -92,7 +92,7 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
             name = f"{case}, {rows} x {k} x {n}, {scaling}, {OURS}"
             try:
                 of_torch = in_a_graph(_torch_product(scaling, a, w, s, t))
-            except (RuntimeError, ValueError) as error:  # this version of torch, or this GPU, does not support the scaled matmul
+            except (RuntimeError, ValueError) as error:  # This version of torch, or this GPU, does not support the scaled matmul.
                 print(f"{name}: torch._scaled_mm refuses it: {str(error).splitlines()[0]}")
                 continue
             _expect_near(ours(), of_torch())
@@ -100,7 +100,7 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_product(scaling: str, a: Any, w: Any, s: Any, t: Any) -> Callable[[], Any]:
-    """torch's product, with scales in its layout: for block scales of weights, row strides are multiples of 4 elements."""
+    """torch's product, with scales in torch's layout. For block scales of weights, row strides are multiples of 4 elements."""
     import torch
 
     if scaling == "block":
@@ -155,7 +155,7 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
         x = torch.randn(rows // ranks, HIDDEN, device="cuda", dtype=torch.bfloat16)
         wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))]
         narrow, scales = zip(*map(_quantized, wide), strict=True)
-        torch.distributed.all_reduce(scales[2], torch.distributed.ReduceOp.MAX)  # replicated on all ranks
+        torch.distributed.all_reduce(scales[2], torch.distributed.ReduceOp.MAX)  # The scale is replicated on all ranks.
         narrow = (*narrow[:2], (wide[2].float() / scales[2]).to(torch.float8_e4m3fn))
         programs = {dtype: hw.compile(layer(ranks, rows, dtype), target="cuda") for dtype in (OURS, BF16)}
         given = {OURS: (x, *narrow, *scales), BF16: (x, *wide)}
@@ -169,7 +169,7 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
         for name, call in _torch_layers().items():
             try:
                 _expect_near_of_8_bits(got, call(x, *narrow, *scales))
-            except RuntimeError as error:  # all ranks raise the same error
+            except RuntimeError as error:  # All ranks raise the same error.
                 print(f"{name} does not run: {str(error).splitlines()[0]}") if rank == 0 else None
                 continue
             calls[name] = partial(call, x, *narrow, *scales)
@@ -179,8 +179,8 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _expect_near_of_8_bits(got: Any, wanted: Any) -> None:
-    """Compares results with a tolerance for different scales. torch computes the scale of a row from the columns of one rank. Hostweave
-    computes the scale from the whole row."""
+    """Compares results with a tolerance for different scales. torch computes the scale of a row from the columns of one rank, and Hostweave
+    from the whole row."""
     assert float((got - wanted).float().norm()) <= 0.1 * float(wanted.float().norm())
 
 

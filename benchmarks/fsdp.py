@@ -1,12 +1,12 @@
 """Eight layers with weights sharded over all GPUs (FSDP): the fraction of the gathers' time that matmuls hide.
 
-Each layer is x + swiglu(x) on a sharded batch. Three weights of 4096 x 8192 or 8192 x 4096 are gathered before use. The number
-of rows is chosen so that a matmul takes about 1.1 times as long as the gather of its weight. Printed times are milliseconds of the slowest
-rank: the median over calls that all ranks start together. One program has only the gathers, one has only the layers with replicated
-weights, and one has gathers and layers. The last of these programs has several variants: sequential, the compiler's choice, and
-asynchronous gathers by NCCL kernels or by copy engines. Weights are sharded by rows, by columns, or as in a PyTorch linear layer: by the
-rows of the weight, which are the columns of the matmul. With weights by columns, or as in a linear layer, matmuls can process one shard
-after another. Data is random, in bf16. One thread per GPU.
+Each layer is x + swiglu(x) on a sharded batch. Three weights of 4096 x 8192 or 8192 x 4096 are gathered before use. The number of rows is
+chosen so that a matmul takes about 1.1 times as long as the gather of its weight. Printed times are milliseconds of the slowest rank, as
+medians over calls. All ranks start a call together. One program has only the gathers, one has only the layers with replicated weights, and
+one has gathers and layers. The last program has several variants: sequential, the compiler's choice, and asynchronous gathers by NCCL
+kernels or by copy engines. Weights are sharded by rows, by columns, or as in a PyTorch linear layer. The rows of a weight in a linear layer
+are the columns of the matmul. Except with weights by rows, matmuls can process one shard after another. Data is random, in bf16. One thread
+per GPU.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def main() -> None:
 
 
 def compiled_for(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:
-    """Program of the layers, with weights sharded by "rows", "columns" or "rows of transposes", or "" for replicated weights. If not
-    `multiplies`, the program has only the gathers."""
+    """Program of the layers. `layout` is "rows", "columns" or "rows of transposes" for sharded weights, and "" for replicated weights. If
+    not `multiplies`, the program has only the gathers."""
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 
     def model(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...] | hw.Tensor:
@@ -88,7 +88,7 @@ def _shapes() -> dict[str, tuple[int, int]]:
 
 
 def _arrays(ranks: int) -> tuple[Any, dict[str, Any]]:
-    """Input and weights, as tensors of PyTorch."""
+    """Input and weights, as PyTorch tensors."""
     import torch
 
     def random(shape: tuple[int, int]) -> Any:

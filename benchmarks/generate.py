@@ -23,7 +23,7 @@ import hostweave.torch
 
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"), ("o_proj", "down_proj")
 PLAN = {**{f"{name}.weight": "tp, -" for name in COLUMNS}, **{f"{name}.weight": "-, tp" for name in ROWS}}
-PROMPT, FEW, MANY = 128, 16, 64  # `generate` rounds the length of the cache up to 192 for FEW and for MANY
+PROMPT, FEW, MANY = 128, 16, 64  # `generate` rounds the length of the cache up to 192, both for FEW and for MANY.
 
 
 def llama(is_tiny: bool, layers: int, device: str) -> Any:
@@ -35,7 +35,7 @@ def llama(is_tiny: bool, layers: int, device: str) -> Any:
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2)
     with torch.device(device):
         module = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    module.generation_config.eos_token_id = None  # no sequence ends early
+    module.generation_config.eos_token_id = None  # No sequence ends early.
     return module
 
 

@@ -1,8 +1,8 @@
-"""Cost of recording progress in CUDA graphs (HOSTWEAVE_GRAPH_PROGRESS). The report of a hang uses the recorded progress.
+"""Cost of recording progress in CUDA graphs (HOSTWEAVE_GRAPH_PROGRESS). Reports of hangs use the recorded progress.
 
 The benchmark uses all GPUs of this machine. It measures a layer of Llama 70B (TP 8 shapes), 16 MLP blocks with few tokens, and 16
 all-reduces with residual and norm. Graphs with and without progress are launched alternately. Printed times are milliseconds of the slowest
-rank: the median over launches that all ranks start together. Host times of a launch are in microseconds. Data is random, in bf16.
+rank, as medians over launches. All ranks start a launch together. Host times of a launch are in microseconds. Data is random, in bf16.
 """
 
 from __future__ import annotations

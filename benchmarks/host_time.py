@@ -1,7 +1,7 @@
 """Host time of calls. The variants of a case are measured alternately.
 
-Cases: bound weights compared with passed weights; Llama 8B on one GPU, as calls and as a CUDA graph; calls with varying sizes; and a
-generated program compared with the same calls written by hand. Without a GPU, only the first case runs. `host_time.py hand` runs only the
+The cases are: bound weights compared with passed weights; Llama 8B on one GPU, as calls and as a CUDA graph; calls with varying sizes; and
+a generated program compared with the same calls written by hand. Without a GPU, only the first case runs. `host_time.py hand` runs only the
 last case, which needs a GPU.
 """
 
@@ -49,7 +49,7 @@ def main(hand_only: bool = False) -> None:
 
 
 def _bound_weights(target: str) -> None:
-    """Calls of a program with one addition and many inputs. Most of the host time is spent on the inputs."""
+    """Calls of a program with one addition and many inputs. The inputs take most of the host time."""
     weights = {f"w_{i}": hw.f32[16] for i in range(WEIGHTS)}
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32[16], **weights)
@@ -111,8 +111,8 @@ def _llama() -> None:
 
 
 def _varying_sizes() -> None:
-    """Times of calls with varying sizes, each followed by a wait, as in a server. Each call is compared with other calls of the same
-    size. Also prints by how much memory grew."""
+    """Times of calls with varying sizes. A wait follows each call, as in a server. A call is compared with other calls of the same size.
+    Also prints the growth of memory."""
     import torch
 
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
@@ -145,7 +145,7 @@ def _varying_sizes() -> None:
     for rows in order[:SERVED_SIZES]:
         model(x[:rows], out=out[:rows])
     gc.collect()
-    gc.freeze()  # a server does this: a garbage collection that visits all PyTorch objects takes 70 ms
+    gc.freeze()  # A server also does this: a garbage collection that visits all PyTorch objects takes 70 ms.
     before = torch.cuda.mem_get_info()[0], _resident_bytes()
     serve()
     gc.unfreeze()
@@ -195,7 +195,7 @@ def _by_hand_and_generated() -> None:
 
 
 def _by_hand(generated: Any, fusion: Any) -> Any:
-    """The same program, built from hand-written files instead of generated files."""
+    """Builds the same program from hand-written files instead of generated files."""
     folder = Path(tempfile.mkdtemp())
     try:
         (folder / generated.name).mkdir()

@@ -1,8 +1,8 @@
 """Generated kernels at the shapes of Llama 3 on one GPU, compared with torch.compile and with a device copy of as many bytes.
 
-Kernel, copy and torch are timed alternately. Calls cycle through enough sets of buffers to exceed the GPU's cache. A large case has one
-set. A line ends with MISSED if a limit is missed: the time relative to torch.compile or, from 2048 rows on, the bandwidth relative to the
-copy. Arguments are names of cases. Unknown names are ignored. All cases run if no name is known.
+Kernel, copy and torch are timed alternately. Calls cycle through sets of buffers that together exceed the cache of the GPU. A large case
+has one set. A line ends with MISSED if a limit is missed. The limits are the time relative to torch.compile and, from 2048 rows on, the
+bandwidth relative to the copy. Arguments are names of cases. Unknown names are ignored. All cases run if no name is known.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from peers.report import print_machine, spread
 
 import hostweave as hw
 
-COLD_BYTES = 256 << 20  # smallest total size of the sets of buffers, in bytes: several times the cache of an H200
+COLD_BYTES = 256 << 20  # smallest total bytes of the sets of buffers; several times the cache of an H200
 CALLS = 20  # calls per measurement
 TIMINGS = 7  # measurements of each variant, after two that are discarded
-COPY_SHARE = 0.90  # smallest allowed fraction of a copy's bandwidth, for at least MANY_ROWS rows
+COPY_SHARE = 0.90  # smallest allowed fraction of the bandwidth of a copy, for at least MANY_ROWS rows
 TORCH_TIMES = 1.02  # largest allowed ratio to the time of torch.compile
 MANY_ROWS = 2048
 ROWS = (1, 16, 256, 2048, 8192)
 WIDTHS = {"8B": (4096, 14336), "70B": (8192, 28672)}  # hidden size, inner size of the MLP
 HEAD = 128
-# Rounds bf16 to 8 bits without a scale: a reference for kernels that also scale. Each thread loads 64 bytes before its first store.
+# Rounds bf16 to 8 bits without a scale. This is a reference for kernels that also scale. Each thread loads 64 bytes before its first store.
 NARROW = """
 __global__ void __launch_bounds__(256) narrow(const hw::bf16* x, hw::f8e4m3* y, int64_t rows, int64_t columns) {
   constexpr int kWidth = 8, kParts = 4;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(256) narrow(const hw::bf16* x, hw::f8e4m3* y, 
   }
 }
 """
-# The kernel `narrow` with two results, neither transposed: a reference for kernels that also write the transpose.
+# The kernel `narrow` with two results, neither transposed. This is a reference for kernels that also write the transpose.
 NARROW_TWICE = (
     NARROW.replace("narrow(", "narrow_twice(")
     .replace("hw::f8e4m3* y,", "hw::f8e4m3* y, hw::f8e4m3* z,")
@@ -57,12 +57,12 @@ NARROW_TWICE = (
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel to measure. `compute` takes the library, Hostweave or torch, as `ops`, so that both compute the same."""
+    """A kernel to measure. `compute` takes Hostweave or torch as `ops`, so that both compute the same."""
 
     name: str
     compute: Callable[..., Any]
     inputs: tuple[str, ...]  # shapes: M rows, widths H and F, N heads of D elements, C is half of D, "1" is size 1
-    outputs: tuple[str, ...]  # shapes; a prefix, also of an input, gives the dtype: "8" for 8-bit floats, "f" for f32, otherwise bf16
+    outputs: tuple[str, ...]  # shapes; a prefix, also of an input, gives the dtype: "8" for 8-bit floats, "f" for f32, and none for bf16
 
 
 def _norm(ops: Any, x: Any, weight: Any) -> Any:
@@ -261,7 +261,7 @@ def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
 
 
 def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -> dict[str, list[Callable[[], Any]]]:
-    """Calls to time, as one list per variant. Each call of a list has its own buffers. Raises AssertionError if results differ."""
+    """Calls to time, as one list per variant. Each call of a list has separate buffers. Raises AssertionError if results differ."""
     import torch
 
     def filled(shape: str) -> Any:
@@ -269,9 +269,9 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
         made = torch.randn([sizes[letter] for letter in shape.lstrip("8f")], device="cuda")
         return (made.abs() + 0.1 if dtype == torch.float32 else made).to(dtype)
 
-    torch._dynamo.reset()  # otherwise torch stops compiling after a few sizes
+    torch._dynamo.reset()  # Otherwise, torch stops compiling after a few sizes.
     compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
-    kept: dict[int, Any] = {}  # keeps results alive, so that torch's allocator does not reuse memory that is in the GPU's cache
+    kept: dict[int, Any] = {}  # Results stay alive, so that torch's allocator does not reuse memory that is in the cache of the GPU.
 
     def ours() -> Callable[[], Any]:
         given, made = [filled(shape) for shape in case.inputs], tuple(filled(shape) for shape in case.outputs)
@@ -288,7 +288,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
         return call
 
     def copy() -> Callable[[], Any]:
-        half = -(-moved // 8192) * 4096  # a multiple of 4 KiB: a copy of 48 MiB and 16 bytes takes 7% longer than a copy of 48 MiB
+        half = -(-moved // 8192) * 4096  # This is a multiple of 4 KiB. A copy of 48 MiB and 16 bytes takes 7% longer than a copy of 48 MiB.
         source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
         return lambda: target.copy_(source)
 
@@ -296,7 +296,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     expected = case.compute(Torch(), *given)
     for results in (program(*given, group=group), compiled(*given)):
         for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (results, expected)), strict=True):
-            relative = 0.13 if one.dtype == torch.float8_e4m3fn else 3e-2  # neighbours in f8e4m3 differ by at most 1/8
+            relative = 0.13 if one.dtype == torch.float8_e4m3fn else 3e-2  # Neighbours in f8e4m3 differ by at most 1/8.
             one, other = one.float(), other.float()
             torch.testing.assert_close(one, other, rtol=relative, atol=3e-2 * max(1.0, float(other.abs().max())))
     shapes = (*case.inputs, *case.outputs)
@@ -312,8 +312,9 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, list[float]]:
     """Microseconds per call on the GPU, from alternating measurements.
 
-    Calls cycle through enough sets of buffers to exceed the GPU's cache. A large case has one set. The calls of a measurement are enqueued
-    while the GPU spins. Host time is not included if the GPU spins until all calls are enqueued. The first two measurements are discarded.
+    Calls cycle through sets of buffers that together exceed the cache of the GPU. A large case has one set. The GPU spins while the calls
+    of a measurement are enqueued. Host time is not included if the GPU spins until all calls are enqueued. The first two measurements are
+    discarded.
     """
     import torch
 

@@ -1,12 +1,12 @@
 """Forward pass of a Llama 3 MLP, compared with torch: eager and torch.compile, with collectives of NCCL.
 
-Cases: 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter); and the sequence-parallel 70B at per-rank shapes of TP 8. Hostweave has three variants on several GPUs: sequential, as the
-compiler chooses, and the compiler's choice in a CUDA graph. On one GPU only the first is measured. For the sequence-parallel MLP, another
-variant of torch.compile fuses the collectives with matmuls (async TP). Gate and up share one weight in all variants. Data is random, in
-bf16. One process per GPU runs all variants alternately on the same arrays. Printed times are milliseconds of the slowest rank: the median
-over calls that all ranks start together. Matmuls may reach the GPU's power limit, which slows later measurements. Arguments are names of
-cases, such as "70B at TP8"; default: all.
+The cases are: 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
+reduce_scatter); and the sequence-parallel 70B at per-rank shapes of TP 8. On several GPUs, Hostweave has three variants: sequential, the
+compiler's choice, and the compiler's choice in a CUDA graph. On one GPU, only the first variant is measured. For the sequence-parallel MLP,
+another variant of torch.compile fuses the collectives with matmuls (async TP). Gate and up share one weight in all variants. Data is
+random, in bf16. One process per GPU runs all variants alternately on the same arrays. Printed times are milliseconds of the slowest rank,
+as medians over calls. All ranks start a call together. Matmuls may reach the power limit of the GPU, which slows later measurements.
+Arguments are names of cases, such as "70B at TP8"; default: all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hostweave.build.cuda import gpus
 
 REPETITIONS = 15
 WAIT = 2_000_000  # cycles that a kernel spins before each call, to hide host time, as in a model of many layers
-TOLERANCE = 0.02  # relative to the largest element: both implementations round sums of thousands of terms to bf16
+TOLERANCE = 0.02  # relative to the largest element; both implementations round sums of thousands of terms to bf16
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
-    """Yields, for every case and baseline, a call of each variant of Hostweave and of this baseline. Raises AssertionError if results
-    differ."""
+    """Yields, for every case and baseline, a call of each variant of Hostweave and a call of this baseline. Raises AssertionError if
+    results differ."""
     import torch
 
     group = hw.init()
@@ -103,7 +103,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
         if ranks > 1 and case.parallel == "sp":
             peers["torch async TP"] = _async_tp()
         wanted = eager(*arrays)
-        for name, peer in peers.items():  # one row per baseline, because compiling a baseline may take a minute
+        for name, peer in peers.items():  # There is one row per baseline, because compiling a baseline may take a minute.
             row = calls | {name: partial(peer, *arrays)}
             for call in row.values():
                 assert float((call() - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
@@ -114,7 +114,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _async_tp() -> Callable[..., Any]:
-    """Sequence-parallel MLP whose collectives torch.compile decomposes, so that they overlap with the matmuls."""
+    """Sequence-parallel MLP. torch.compile decomposes its collectives, so that they overlap with the matmuls."""
     import torch
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor

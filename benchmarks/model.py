@@ -1,15 +1,15 @@
 """Prefill and decode of layers of Llama 3 8B, as in `examples/llama.py`, compared with transformers.
 
 The model has 8 of the 32 layers, the full vocabulary, and random bf16 weights. The model runs on one GPU, and tensor-parallel on two GPUs
-if there are two. transformers uses a static cache, torch.compile, and CUDA graphs for decode. Hostweave and transformers both select the
-most probable token. The projections of transformers' model are sharded by this script, because the plan of transformers supports only
-checkpoints. Prompts have 4096 tokens. A decode call is a series of 16 steps that the host enqueues one by one, so host time is included.
-Printed times are milliseconds of the slowest rank: medians of alternating calls. Each row is printed immediately. `model.py 2 ours`
-measures only Hostweave on 2 GPUs, in less than a minute; `model.py 2 transformers` measures only transformers.
+if there are two. transformers uses a static cache, torch.compile, and CUDA graphs for decode. Both Hostweave and transformers select the
+most probable token. This script shards the projections of transformers' model, because the plan of transformers supports only checkpoints.
+Prompts have 4096 tokens. A decode call is a series of 16 steps. The host enqueues the steps one by one, so host time is included. Printed
+times are milliseconds of the slowest rank, as medians of alternating calls. Each row is printed immediately. `model.py 2 ours` measures
+only Hostweave on 2 GPUs, in less than a minute. `model.py 2 transformers` measures only transformers.
 
-`model.py parts` measures lower bounds for the time of a decode step on one GPU: times of the matmuls of a step, the matmuls with attention,
-the matmuls by torch, and a copy. The copy reads and writes as many bytes in total as the weights and the cache have. Shapes are those of
-the whole model, and of one of two ranks. Each time is printed with the quotient of the copy's time and this time.
+`model.py parts` measures lower bounds for the time of a decode step on one GPU. It times the matmuls of a step, the matmuls with attention,
+the matmuls by torch, and a copy. The reads and writes of the copy together have as many bytes as the weights and the cache. Shapes are
+those of the whole model, and of one of two ranks. Each time is printed with the quotient of the copy's time and this time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from checkpoint import Config, frequencies
 LAYERS = 8
 PROMPT = 4096
 ROW = 16  # steps per decode call
-REPETITIONS = 5  # after as many warm-up calls
+REPETITIONS = 5  # number of measured calls, after as many warm-up calls
 LENGTH = PROMPT + 512  # cache length, enough for all calls
 
 Calls = dict[str, Callable[[], Any]]
@@ -127,7 +127,7 @@ def _parts(shards: int, rank: int, ranks: int) -> Iterator[Calls]:
     """Yields series of decode steps at the shapes of one of `shards` ranks: only the matmuls, matmuls and attention, only the matmuls by
     torch, and a copy.
 
-    The copy reads and writes as many bytes in total as the weights and the cache have.
+    The reads and writes of the copy together have as many bytes as the weights and the cache.
     """
     import torch
 
@@ -163,7 +163,7 @@ def _inputs_of_parts(c: Config, attends: bool) -> dict[str, Any]:
 
 
 def _parts_of_decode(c: Config, types: dict[str, Any]) -> hw.Program:
-    """The matmuls of a step, and also the attention if `types` has the inputs `lengths`, keys and values."""
+    """The matmuls of a step. If `types` has the inputs `lengths`, keys and values, also the attention."""
 
     @hw.fusion(mesh=hw.Mesh(tp=1), **types)
     def parts(x: hw.Tensor, lm_head: hw.Tensor, **rest: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -211,7 +211,7 @@ def _transformers(c: Config, rank: int, ranks: int) -> Any:
 
 def _shard(model: Any, rank: int, ranks: int) -> None:
     """Shards the projections of a model. Projections to heads, inner dim and vocabulary are sharded by output columns. Projections back to
-    the hidden dim are sharded by rows and followed by an all-reduce."""
+    the hidden dim are sharded by rows; an all-reduce follows."""
     import torch
     from torch.distributed import group
     from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
@@ -249,7 +249,7 @@ def _prefills(model: Any, prompts: Any) -> Calls:
         with torch.no_grad():
             forward(prompts, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
 
-    prefill(model)  # allocates the cache
+    prefill(model)  # This allocates the cache.
     compiled = torch.compile(model.forward, fullgraph=True)
     return {"transformers": partial(prefill, model), "transformers, torch.compile": partial(prefill, compiled)}
 

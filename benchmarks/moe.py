@@ -4,20 +4,21 @@
   experts, 16 to 4096 tokens per expert, at most 131072 tokens, and even or skewed routing.
 - dispatch: each GPU has 128 or 4096 tokens of 7168 elements. Each token is sent to the ranks of 8 of 64 experts, and rows are sent back.
   Hostweave sends a token at most once to each rank, and each rank returns a sum, in f32 or in bf16. One baseline is torch's
-  all_to_all_single, for which the host knows all counts in advance. The other baseline is the predicted time of a copy engine that sends
-  one row per token and expert, and one row back.
+  all_to_all_single. For this baseline, the host knows all counts in advance. The other baseline is the predicted time of a copy engine that
+  sends one row per token and expert in each direction.
 - layer: a Mixtral layer at 8B shapes on one GPU: the forward pass alone, and both passes. The peer is the same layer in torch with
   _grouped_mm, eager and compiled.
 - layers: the same layer on all GPUs, with sharded experts. torch sends rows by all_to_all_single, and the host knows all counts.
 - bounds: the six products of the layer's forward and backward pass, each alone, and then one after another. The variants are Hostweave,
-  torch._grouped_mm, and one cuBLAS matmul per expert with counts that the host knows. The benchmark also times a copy of as many bytes as
-  the layer's other kernels read and write. The printed bounds of the layer's time are the time of the products, without and with the copy.
+  torch._grouped_mm, and one cuBLAS matmul per expert; for cuBLAS, the host knows all counts. The benchmark also times a copy of as many
+  bytes as the other kernels of the layer read and write. The printed bounds are the time of the products, without and with the copy.
 - chain: dispatch and combine of 128 tokens, and of one token of 8 elements. The single token needs the same kernels and signals, but almost
   no bytes are sent. The baseline is a gather and a reduce-scatter, in two kernels: a dispatch and combine needs at least these two
   exchanges.
 
-Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank: the median over calls
-that all ranks start together. Arguments are names of the list above; default: all. `dispatch`, `layers` and `chain` need at least two GPUs.
+Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank, as medians over
+calls. All ranks start a call together. Arguments are names of the list above; default: all. `dispatch`, `layers` and `chain` need at least
+two GPUs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TOKENS = (16, 128, 1024, 4096)  # tokens per expert
 MOST_ROWS = 131072
 HIDDEN, EXPERTS, CHOICES = 7168, 64, 8  # sizes for dispatch
 LAYER = {"experts": 8, "top": 2, "hidden": 4096, "inner": 14336, "tokens": 4096}
-TOLERANCE = 0.02  # relative to the largest element: sums of thousands of terms are rounded to bf16
+TOLERANCE = 0.02  # relative to the largest element; sums of thousands of terms are rounded to bf16
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -63,7 +64,7 @@ def main(names: Sequence[str]) -> None:
             continue
         medians: dict[str, float] = {}
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            print(f"{name}: {report.line(times, [next(iter(times))])}", flush=True)  # the first variant is Hostweave's
+            print(f"{name}: {report.line(times, [next(iter(times))])}", flush=True)  # The first variant is Hostweave's.
             medians |= {variant: statistics.median(ms) for variant, ms in times.items()}
         if calls is _bounds:
             print(_bound(medians), flush=True)
@@ -145,7 +146,7 @@ def _through(ranks: int, hidden: int = HIDDEN, sent: Any = None) -> Fusion:
 def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
     """Yields calls that send rows to the ranks of their experts and back, without products.
 
-    Each number of tokens has a separate program, for which the cost model chooses between copy engines and NCCL.
+    Each number of tokens has a separate program. The cost model chooses between copy engines and NCCL for each program.
     """
     import torch
 
@@ -167,7 +168,7 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _exchanges(ranks: int, tokens: int, hidden: int) -> Fusion:
-    """A gather of rows, and a reduce-scatter of sums in f32. A dispatch and combine needs at least these two exchanges."""
+    """A gather of rows, and a reduce-scatter of sums in f32. Dispatch and combine need at least these two exchanges."""
     shard = f"{tokens * ranks}@ep"
 
     @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.bf16[shard, hidden], scale=hw.f32[f"{ranks}@ep", 1, 1])
@@ -200,8 +201,8 @@ def _chain(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], Any]:
-    """Call that sends rows, sorted by expert, to the experts' ranks and back by all_to_all_single. The host knows the counts before the
-    call."""
+    """Call that sends rows, sorted by expert, to the ranks of the experts and back by all_to_all_single. The host knows the counts before
+    the call."""
     import torch
     import torch.distributed as dist
 
@@ -279,15 +280,15 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 OURS, OF_TORCH, CUBLAS, COPY = "ours", "torch._grouped_mm", "cuBLAS for each expert, counts known", "a copy of the bytes of other kernels"
-# Elements of bf16 that the layer's other kernels read and write per choice. A choice is a token and one of its two experts. The `hidden`
-# term is for the gathers of x and dy, the gradients of the choices' weights, and the sums of y and dx. The `inner` term is for SwiGLU and
-# its gradient. Both choices of a token share rows of x, y and gradients.
+# Elements of bf16 per choice that the other kernels of the layer read and write. A choice is a token and one of its two experts. The
+# `hidden` term is for the gathers of x and dy, the gradients of the weights of choices, and the sums of y and dx. The `inner` term is for
+# SwiGLU and its gradient. Both choices of a token share rows of x, y and gradients.
 REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
 
 
 def _bounds(rank: int, ranks: int) -> Iterator[Calls]:
-    """Yields calls: each product of the layer alone, and all six one after another. A copy of the bytes of the layer's other kernels
-    follows, and then the layer, forward and backward."""
+    """Yields calls: each product of the layer alone, all six products one after another, a copy of the bytes of the layer's other kernels,
+    and the layer, forward and backward."""
     import torch
 
     group = hw.init()
@@ -316,7 +317,7 @@ def _bounds(rank: int, ranks: int) -> Iterator[Calls]:
     yield {f"six one after another: {variant}": partial(_each, calls) for variant, calls in in_order.items()}
     for program in programs:
         program.close()
-    one = torch.empty(int(rows * REST), device="cuda", dtype=torch.bfloat16)  # a copy reads half of the bytes and writes half
+    one = torch.empty(int(rows * REST), device="cuda", dtype=torch.bfloat16)  # A copy reads half of the bytes, and writes the other half.
     yield {COPY: partial(one[: len(one) // 2].copy_, one[len(one) // 2 :])}
     del x, dy, h, dg, w1, w2, one, in_order, products, given, calls, ours, of_torch, a, b
     yield from islice(_layers(rank, ranks), 1, 2)
@@ -349,7 +350,8 @@ def _by_expert(a: Any, b: Any, ends: Any) -> Callable[[], Any]:
 
 
 def _bound(medians: Mapping[str, float]) -> str:
-    """Text with bounds of the layer's time, and the speedups over torch.compile at these times, from the medians of `_bounds`."""
+    """Text with bounds of the layer's time, and the speedups over torch.compile at these bounds. Both follow from the medians of
+    `_bounds`."""
     alone = {name.split(": ")[0] for name in medians if name.endswith(CUBLAS)} - {"six one after another"}
     fastest = sum(min(medians[f"{name}: {variant}"] for variant in (OURS, OF_TORCH, CUBLAS)) for name in alone)
     in_order = min(medians[f"six one after another: {variant}"] for variant in (OURS, OF_TORCH, CUBLAS))
@@ -362,7 +364,7 @@ def _bound(medians: Mapping[str, float]) -> str:
 
 
 def _chosen(x: Any, router: Any) -> tuple[Any, Any]:
-    """Probabilities and indices of each token's chosen experts."""
+    """Probabilities and indices of the chosen experts of each token."""
     chosen, ids = (x @ router).float().softmax(-1).topk(LAYER["top"])
     return chosen, ids
 
@@ -375,7 +377,7 @@ def _experts_of(rows: Any, w1: Any, w2: Any, ends: Any) -> Any:
 
 
 def _weighted(y: Any, order: Any, chosen: Any) -> Any:
-    """Weighted sum of the rows of each token. Row i of y is the result for choice order[i]: a token and one of its experts."""
+    """Weighted sum of the rows of each token. Row i of y is the result for choice order[i], which is a token and one of its experts."""
     import torch
 
     back = torch.empty_like(order)
@@ -395,8 +397,8 @@ def _torch_layer(x: Any, router: Any, w1: Any, w2: Any) -> Any:
 
 
 def _known(x: Any, router: Any, ranks: int) -> dict[str, Any]:
-    """Routing that is known in advance: numbers of rows to and from each rank, and the ends of the experts' groups. Also returns the order
-    of received rows by expert, and the inverse of this order."""
+    """Routing that is known in advance: numbers of rows to and from each rank, and the ends of the groups of experts. Also returns the
+    order of received rows by expert, and the inverse of this order."""
     import torch
     import torch.distributed as dist
 
@@ -419,7 +421,7 @@ def _known(x: Any, router: Any, ranks: int) -> dict[str, Any]:
 def _torch_layer_of_ranks(
     x: Any, router: Any, w1: Any, w2: Any, *, out_of: list[int], into: list[int], by_expert: Any, by_sender: Any, ends: Any
 ) -> Any:
-    """The layer in torch on several ranks. Rows, sorted by expert, go to the experts' ranks and back by all_to_all_single."""
+    """The layer in torch on several ranks. all_to_all_single sends rows, sorted by expert, to the ranks of the experts and back."""
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 

@@ -1,22 +1,22 @@
 """All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, compared with torch and hand-written code.
 
-Printed times are milliseconds of the slowest rank: the median over calls that all ranks start together, after a kernel that spins. The
+Printed times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together, after a kernel that spins. The
 variants of a case, in the order of the output:
 
-- the alternative that the compiler chooses, a chunk loop or none, compared with the fastest hand-written pipeline of puts or gets.
-  `handwritten/put_pipelines.cu` has these pipelines, for cases of more than 512 rows, and needs nvcc and NCCL 2.32;
+- the compiler's choice, a chunk loop or none, compared with the fastest hand-written pipeline of puts or gets.
+  `handwritten/put_pipelines.cu` has these pipelines, for cases of more than 512 rows. It needs nvcc and NCCL 2.32;
 - hand-written gets that wait for a signal of the peer;
 - each alternative of the cost model, measured and predicted;
 - only the matmul, and only the communication, by torch;
 - sequential torch, also with NCCL's collectives on registered windows, and for all-gathers with NCCL's copy engines (zero CTAs);
 - torch's fused operators;
-- Hostweave in a CUDA graph. All-gathers also run with the gathered operand in a window, as in the hand-written code. Both calls and
-  graphs are measured.
+- Hostweave in a CUDA graph. All-gathers also run with the gathered operand in a window, as in the hand-written code. Both calls and graphs
+  are measured.
 
 The variants of the last three items use one process per GPU, and so do the matmul and the communication alone. All other variants use one
-thread per GPU. Data is random, in bf16. Arguments are names of cases, such as "70b qkv"; default: all. `nccl=FOLDER` names an NCCL 2.32,
-with lib and include, for the hand-written code, if the installed version is older. `cublasmp=FOLDER` adds cuBLASMp's fused matmuls, from
-FOLDER/lib and FOLDER/include. For the package nvidia-cublasmp-cu13, FOLDER is site-packages/nvidia/cublasmp/cu13.
+thread per GPU. Data is random, in bf16. Arguments are names of cases, such as "70b qkv"; default: all. If the installed NCCL is older than
+2.32, `nccl=FOLDER` names an NCCL 2.32, with lib and include, for the hand-written code. `cublasmp=FOLDER` adds cuBLASMp's fused matmuls,
+from FOLDER/lib and FOLDER/include. For the package nvidia-cublasmp-cu13, FOLDER is site-packages/nvidia/cublasmp/cu13.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hostweave.build.cache import get_or_make, name_of
 from hostweave.build.cuda import find_cuda, gpus
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
-ROUNDS, REPETITIONS = 3, 5  # in each round the variants of a case run one after another
+ROUNDS, REPETITIONS = 3, 5  # In each round, the variants of a case run one after another.
 WAIT = 2_000_000  # cycles that a kernel spins before each call of torch, to hide host time; Hostweave's host time is also hidden
 SMALL = 512  # cases with at most this many rows have no hand-written code
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
@@ -53,7 +53,7 @@ WINDOWS, COPY_ENGINES = f"{IN_TORCH}, NCCL's windows", f"{IN_TORCH}, NCCL's copy
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes M x K x N of one rank. M is the number of rows after the gather or before the scatter."""
+    """Sizes M x K x N of one rank. M is the number of rows after the gather, or before the scatter."""
 
     name: str
     kind: str  # ag or rs
@@ -97,7 +97,7 @@ def main() -> None:
         list(pool.map(hw.Program.build, {*in_windows, *(program for alternatives in programs for program in alternatives.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
     hand = _by_hand(by_hand.result(), cases)
-    measured = []  # measured here, because no other process uses the GPUs yet
+    measured = []  # The measurement is here, because no other process uses the GPUs yet.
     for case, alternatives in zip(cases, programs, strict=True):
         measured.append(_measured(case, ranks, alternatives))
         _print_ours(case, measured[-1], _choice_of(alternatives), {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
@@ -134,7 +134,7 @@ def _alternatives(case: Case, ranks: int, **options: Any) -> dict[str, hw.Progra
     program = chosen(case, ranks, **options)
     choice: Choice = program.choices[0]
     stated = {
-        one.name: chosen(case, ranks, choices={choice.name: one.name}, **options)  # only `choices` can select copies outside of loops
+        one.name: chosen(case, ranks, choices={choice.name: one.name}, **options)  # Only `choices` can select copies outside of loops.
         if one.chunks == 1
         else _stated(case.kind, ranks, one.algorithm, one.chunks, **options)
         for one in choice.alternatives
@@ -154,7 +154,7 @@ def chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
 
 @cache
 def _stated(kind: str, ranks: int, algorithm: str, chunks: int, **options: Any) -> hw.Program:
-    """Program with the given algorithm and chunks, for all sizes. Cases share these programs, so each one is built once."""
+    """Program with the given algorithm and chunks, for all sizes. Cases share these programs, so each program is built once."""
     return _compiled(kind, ranks, algorithm, chunks, overlap="off", **options)
 
 
@@ -203,8 +203,8 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def _built_by_hand(cases: list[Case], given: Path | None, cublasmp: Path | None) -> tuple[Path, dict[str, str]] | None:
-    """Builds the hand-written code with the `given` NCCL. Returns the executable and its environment. Returns None if the build fails, such
-    as without nvcc, or if all cases have at most SMALL rows."""
+    """Builds the hand-written code with the `given` NCCL. Returns the executable and its environment. Returns None if the build fails, for
+    example without nvcc, or if all cases have at most SMALL rows."""
     if all(case.M <= SMALL for case in cases):
         return None
     found = find_cuda()
@@ -252,7 +252,7 @@ def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> di
 def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     import torch
 
-    torch.cuda.set_stream(torch.cuda.Stream())  # not the default stream, which cannot run the batched copies of NCCL's copy engines
+    torch.cuda.set_stream(torch.cuda.Stream())  # The default stream cannot run the batched copies of NCCL's copy engines.
     memory = _registered(cases, ranks)
     for case in cases:
         rows = case.M // ranks if case.kind == "ag" else case.M
@@ -263,7 +263,7 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
         calls: dict[str, Callable[[], Any]] = {IN_TORCH: _torch_call(case.kind, x, w, whole, y)}
         wanted = _result(calls[IN_TORCH], y)
         for name, (group_of, window) in memory.items():
-            if case.kind == "ag" or name == WINDOWS:  # copy engines cannot reduce
+            if case.kind == "ag" or name == WINDOWS:  # Copy engines cannot reduce.
                 registered = _views(window, [x.shape, whole.shape, y.shape])
                 registered[0].copy_(x)
                 of_gather, of_scatter = (registered[0], w, registered[1], y), (x, w, registered[1], registered[2])
@@ -279,7 +279,7 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
             calls["captured"] = program.capture(shared, w, group=group)
         yield _alone(case.kind, x, w, whole, y) | calls
         program.close()
-    for backend, pool in _POOLS:  # NCCL aborts if a communicator is destroyed before its memory is deregistered
+    for backend, pool in _POOLS:  # NCCL aborts if a communicator is destroyed before its memory is deregistered.
         backend.deregister_mem_pool(pool)
 
 
@@ -308,7 +308,7 @@ def _torch_call(kind: str, x: Any, w: Any, whole: Any, y: Any, group: Any = None
 
 
 def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
-    """Modes of NCCL's collectives in torch, by name, without modes that this installation lacks. Each mode has a process group, and memory
+    """Modes of NCCL's collectives in torch, by name. Omits modes that this installation lacks. Each mode has a process group, and memory
     that is registered with this group as a window. The memory is large enough for the tensors of every case."""
     import torch
     import torch.distributed as dist
@@ -322,7 +322,7 @@ def _registered(cases: list[Case], ranks: int) -> dict[str, tuple[Any, Any]]:
             if policy:
                 options.config.cta_policy = getattr(nccl, policy)
             group = dist.new_group(pg_options=options)
-            dist.all_reduce(torch.zeros(1, device=device), group=group)  # connects
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # This call connects the ranks.
             backend = group._get_backend(device)
             pool = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(pool):

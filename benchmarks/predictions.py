@@ -1,10 +1,10 @@
-"""Compares predicted with measured times: gathers and reduce-scatters with matmuls, sharded weights, a layer, decoding and experts.
+"""Compares predicted with measured times of gathers and reduce-scatters with matmuls, sharded weights, a layer, decoding and experts.
 
-`predictions.py predict` writes predicted.json, without a GPU, from the figures of H100 and H200 that come with the package. Without
-`predict`, the script runs the programs of the benchmarks `overlap`, `fsdp`, `sequence_parallel`, `decode` and `moe`, as the cost model
-chooses. Programs run on two GPUs, except cases of one GPU in `decode` and `moe`. The programs of `overlap` and `fsdp` also run
-sequentially. The script prints the error of each prediction. Times are milliseconds of the slowest rank: the median over calls that all
-ranks start together, with random data. Arguments are names of parts; default: all.
+`predictions.py predict` writes predicted.json, without a GPU, from the figures of H100 and H200 in the package. Without `predict`, the
+script runs the programs of the benchmarks `overlap`, `fsdp`, `sequence_parallel`, `decode` and `moe`, as the cost model chooses. Programs
+run on two GPUs, except cases of one GPU in `decode` and `moe`. The programs of `overlap` and `fsdp` also run sequentially. The script
+prints the error of each prediction. Times are milliseconds of the slowest rank, as medians over calls with random data. All ranks start a
+call together. Arguments are names of parts; default: all.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _measured(program: hw.Program, sizes: Sizes) -> float:
 
     def random(value: Any) -> Any:
         shape, dtype = [size.bind(sizes) for size in value.type.shape], value.type.dtype
-        if dtype is hw.i64:  # indices of each token's experts
+        if dtype is hw.i64:  # These are the indices of the experts of each token.
             return torch.rand(*shape[:-1], moe.EXPERTS, device="cuda:0").argsort(-1)[..., : shape[-1]].contiguous()
         return (torch.randn(shape, device="cuda:0") / 64).to(getattr(torch, {"bf16": "bfloat16", "f32": "float32"}[str(dtype)]))
 

@@ -1,9 +1,9 @@
-"""Forward pass of a sequence-parallel Llama 3 70B layer on all GPUs of this machine, at per-rank shapes of TP 8, and the same in torch.
+"""Forward pass of a sequence-parallel Llama 3 70B layer on all GPUs of this machine, at per-rank shapes of TP 8, compared with torch.
 
-The layer has norms, rotary embedding, causal attention by cuDNN, and SwiGLU, in bf16. In all variants q, k and v share one weight, and gate
-and up share one weight. torch has four variants: eager, in a CUDA graph, with fused gathers and reductions (async TP), and with
+The layer has norms, rotary embedding, causal attention by cuDNN, and SwiGLU, in bf16. In all variants, q, k and v share one weight, and
+gate and up share one weight. torch has four variants: eager, in a CUDA graph, with fused gathers and reductions (async TP), and with
 torch.compile. The script first prints the memory that Hostweave plans for 32,768 tokens, and the compiler's choices. Printed times are
-milliseconds of the slowest rank: the median over alternating calls that all ranks start together, on the same arrays.
+milliseconds of the slowest rank, as medians over alternating calls on the same arrays. All ranks start a call together.
 
 `sequence_parallel.py profile FILE.json` writes the kernels that torch.profiler records in one call of each variant on rank 0. The picture
 in the README shows these kernels.
@@ -34,7 +34,7 @@ GOALS = {8192: 1.25, 2048: 1.2}  # speedup over torch's best, by tokens
 LONG = 32768  # tokens for the memory plan
 REPETITIONS = 15
 WAIT = 4_000_000  # cycles that a kernel spins before each call, to hide host time, as in a model of many layers
-TOLERANCE = 0.03  # relative to the largest element: both implementations round sums of thousands of terms to bf16
+TOLERANCE = 0.03  # relative to the largest element; both implementations round sums of thousands of terms to bf16
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -136,7 +136,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
         for name, call in list(calls.items()):
             try:
                 got = call() if name != "ours" else (call(), y[:, 0])[1]
-            except RuntimeError as error:  # such as of torch's fused operators, which need symmetric memory
+            except RuntimeError as error:  # torch's fused operators raise this error if there is no symmetric memory.
                 print(f"{name} is left out: {error}", flush=True)
                 del calls[name]
                 continue
@@ -160,7 +160,7 @@ def _profile(file: str, rank: int, ranks: int) -> Iterator[Calls]:
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             torch.cuda._sleep(WAIT)
-            dist.all_reduce(together)  # all ranks start the call together
+            dist.all_reduce(together)  # All ranks start the call together.
             call()
             torch.cuda.synchronize()
         events = [e for e in profiled.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]

@@ -1,13 +1,13 @@
-"""All-reduces of few rows with residual and norm, against torch and FlashInfer.
+"""All-reduces of few rows with residual and norm, compared with torch and FlashInfer.
 
 Hostweave has two variants: all-reduces inside kernels, and all-reduces by NCCL. The variants of torch are kernels of torch.compile with
-all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce, residual and norm. FlashInfer's kernel runs if
+all-reduces of NCCL or of symmetric memory. FlashInfer's kernel computes all-reduce, residual and norm. This kernel runs if
 flashinfer-python is installed, and is compiled at the first use.
 
 A call has 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Each variant is a CUDA
 graph. Data is random with a fixed seed, in bf16. One process per GPU runs the variants of Hostweave, and torch.compile with NCCL,
-alternately on the same arrays. The other variants run later, on other arrays. Printed times are microseconds per step of the slowest rank:
-the median over calls that all ranks start together after a kernel that spins. `small_all_reduce.py 16` measures one number of rows.
+alternately on the same arrays. The other variants run later, on other arrays. Printed times are microseconds per step of the slowest rank,
+as medians over calls. All ranks start a call together, after a kernel that spins. `small_all_reduce.py 16` measures one number of rows.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ WIDTH = 8192
 ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
 SPIN = 1_000_000  # cycles that a kernel spins while the host enqueues
-# Limit of the root mean square of the error, relative to the root mean square of the result. At each step two variants differ by at most
-# four roundings to bf16. The relative errors of the roundings are taken as independent, and uniform up to 2**-8: their root mean square is
-# 2**-8 / sqrt(3). Measured errors are 0.010 to 0.016. If one rank's term of one step is missing, the error is at least 0.079. The largest
-# error of an element is not used, because it depends on the data.
+# Limit of the root mean square of the error, relative to the root mean square of the result. At each step, two variants differ by at most
+# four roundings to bf16. The relative errors of the roundings are assumed to be independent, and uniform up to 2**-8. So their root mean
+# square is 2**-8 / sqrt(3). Measured errors are 0.010 to 0.016. If the term of one rank in one step is missing, the error is at least
+# 0.079. The largest error of an element is not used, because it depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
 SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory
@@ -51,7 +51,7 @@ def main(all_rows: Sequence[int] = ROWS) -> None:
         try:
             for row, peer in zip(times, times_on_ranks(make, ranks, REPETITIONS, SPIN), strict=True):
                 row |= peer
-        except Exception as error:  # re-raised from a rank's process
+        except Exception as error:  # This is re-raised from the process of a rank.
             print(f"{name} does not run: {str(error).strip().splitlines()[-1]}", flush=True)
     for rows, row in zip(all_rows, times, strict=True):
         print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {report.line(row, [OURS, BY_NCCL], STEPS / 1e3, 'us', 2)}", flush=True)
@@ -92,7 +92,7 @@ def _calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
             for name, call in calls.items():
                 _expect(f"{name}, {rows} rows", call(), wanted)
             yield calls
-        torch.compiler.reset()  # because torch compiles a function for only a few shapes
+        torch.compiler.reset()  # torch compiles a function for only a few shapes.
     for program in programs.values():
         program.close()
 
@@ -106,7 +106,7 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
     import torch.distributed as dist
 
     term = begin(x, factors[0])
-    for p in [*factors[1:], factors[0]]:  # the factor of the last step makes a term that nothing uses
+    for p in [*factors[1:], factors[0]]:  # Nothing uses the term that the factor of the last step makes.
         dist.all_reduce(term)
         x, term = step(x, term, n, p)
     return x
@@ -152,7 +152,7 @@ def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterato
 
     torch.manual_seed(rank)
     n = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
-    with redirect_stdout(StringIO()):  # FlashInfer prints addresses
+    with redirect_stdout(StringIO()):  # FlashInfer prints addresses.
         _, workspace = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(rank, ranks, max(all_rows), WIDTH, group=dist.group.WORLD)
     unused = dict.fromkeys(("allreduce_out", "quant_out", "scale_out", "scale_factor", "layout_code"))
     fixed = {"world_size": ranks, "world_rank": rank, "hidden_dim": WIDTH, "workspace_ptrs": workspace, "rms_gamma": n, "rms_eps": 1e-6}
@@ -181,7 +181,7 @@ def _flashinfer_calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterato
             wanted = _in_torch(_first_term, _step, x, n, factors)
             ways = {
                 name: is_one_shot for name, is_one_shot in FLASHINFER.items() if is_one_shot or rows > ranks
-            }  # the two-shot kernel needs more rows than ranks
+            }  # The two-shot kernel needs more rows than ranks.
             calls: Calls = {f"FlashInfer {name} in a graph": in_a_graph(partial(steps, is_one_shot)) for name, is_one_shot in ways.items()}
             for name, call in calls.items():
                 _expect(f"{name}, {rows} rows", call(), wanted)

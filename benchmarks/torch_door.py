@@ -1,10 +1,10 @@
 """Compares `hostweave.torch.compile` with PyTorch: parallelize_module or fully_shard, and torch.compile.
 
 The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, except in `compile`. The input has 4096 tokens. Except in `fsdp`,
-the module is sequence-parallel over all GPUs of this machine. torch.compile is applied to each layer, as in training frameworks.
-`forward`, `backward` and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16. One process per GPU runs
-all variants alternately. Times are milliseconds of the slowest rank: the median over calls that all ranks start together. Arguments select
-the measurements; default: all.
+the module is sequence-parallel over all GPUs of this machine. torch.compile is applied to each layer, as in training frameworks. `forward`,
+`backward` and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16. One process per GPU runs all variants
+alternately. Times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together. Arguments select the
+measurements; default: all.
 
 - `forward`: the forward pass;
 - `backward`: forward and backward pass, with gradients of parameters and input;
@@ -47,8 +47,8 @@ INNER, HEADS, KEYS = 28672 // 8, 64 // 8, 8 // 8  # per rank
 REPETITIONS, WAIT, CALLS = 10, 4_000_000, 5
 TINY = "HOSTWEAVE_BENCH_TINY"  # environment variable that selects small sizes in all processes
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # on CPUs, inductor would compile C++ for minutes
-TOLERANCE = 0.03  # relative to the largest element: both implementations round sums of thousands of terms to bf16
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # On CPUs, inductor would compile C++ for minutes.
+TOLERANCE = 0.03  # relative to the largest element; both implementations round sums of thousands of terms to bf16
 SHARDED = Shard(1)  # [batch, sequence, features]
 
 LAYER_PLAN = {
@@ -166,7 +166,7 @@ def main(*words: str) -> None:
 
 
 def _weights(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random weights, the same on all ranks, scaled so that the outputs of all layers are near 1."""
+    """Random weights, equal on all ranks. They are scaled so that the outputs of all layers are near 1."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -200,7 +200,7 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
     local = x.chunk(ranks, 1)[rank].contiguous()
-    with torch.no_grad():  # parallelize_module does not work in inference_mode
+    with torch.no_grad():  # parallelize_module does not work in inference_mode.
         module = _model(ranks).eval()
         started = time.perf_counter()
         ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan(4), (x,))
@@ -221,9 +221,8 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 
 def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     """Prints the host time of forward passes while the GPU is busy, and yields the captured passes. Each graph is launched several times in
-    a row. Before the first launch, a wait evicts data from the CPU caches. A pass without a graph is called once per wait, so the queue
-    does not fill. For comparison, torch captures the compiled module, and one addition.
-    """
+    a row. A wait before the first launch evicts data from the CPU caches. A pass without a graph is called once per wait, so that the queue
+    does not fill. For comparison, torch captures the compiled module, and one addition."""
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
     local = x.chunk(ranks, 1)[rank].contiguous()
@@ -310,9 +309,9 @@ def _step_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
     compile_ = partial(hostweave.torch.compile, module, hw.Mesh(tp=ranks), shardings, given)
     ours = {"hostweave": compile_(optimizer=_adamw(module))}
     first = _losses(rank, "hostweave", partial(ours["hostweave"], *local))
-    if DEVICE == "cuda":  # the graphs train the same parameters further
+    if DEVICE == "cuda":  # The graphs train the same parameters further.
         ours['hostweave with graph="auto"'] = compile_(optimizer=_adamw(module), options=hw.Options(graph="auto"))
-    for is_async in (False, True)[: 2 if DEVICE == "cuda" else 1]:  # async TP needs GPUs
+    for is_async in (False, True)[: 2 if DEVICE == "cuda" else 1]:  # Async TP needs GPUs.
         name = f"torch.compile{' with async TP' * is_async}"
         parallel = _parallel(_model(ranks).train(), mesh)
         step = _torch_step(parallel, _compiled(parallel, mesh, is_async), *local, 1 / ranks)
@@ -322,7 +321,7 @@ def _step_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
 
 
 def _fsdp_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Yields steps of modules that are sharded by `fully_shard`. With torch.compile, each layer is compiled before it is sharded, as in
+    """Yields steps of modules that `fully_shard` shards. With torch.compile, each layer is compiled before it is sharded, as in
     torchtitan."""
     group, mesh = hw.init(), torch.distributed.init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("dp",))
     local = _input(1 + rank), _input(1 + ranks + rank)
@@ -354,8 +353,8 @@ def _adamw(module: nn.Module) -> torch.optim.Optimizer:
 def _torch_step(
     module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, target: torch.Tensor, share: float = 1
 ) -> Any:
-    """A training step of torch. The gradients are those of a rank's loss times `share`: 1 / ranks for the mean over ranks. After
-    `fully_shard`, `share` is 1, because `fully_shard` averages gradients."""
+    """A training step of torch. The gradients are those of a rank's loss times `share`. For the mean over ranks, `share` is 1 / ranks.
+    After `fully_shard`, `share` is 1, because `fully_shard` averages gradients."""
     adamw, loss_of = _adamw(module), torch.compile(mean_square, dynamic=False, backend=BACKEND)
 
     def step() -> torch.Tensor:
@@ -412,7 +411,7 @@ def _say(rank: int, line: str) -> None:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """The model with parameters that are expanded from single elements, and therefore need no memory."""
+    """The model with parameters that need no memory, because they are expanded from single elements."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.ones(1, dtype=torch.bfloat16).expand(parameter.shape), requires_grad=False))
@@ -437,7 +436,7 @@ def _compile_32_layers() -> None:
 
 
 def _compiled_by_us(layers: int, training: bool) -> tuple[float, float]:
-    """Seconds from the start until the C++ is generated, and from the start until the C++ is compiled."""
+    """Seconds until the C++ is generated, and until the C++ is compiled. Both count from the start."""
     x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=training)
     with torch.device("meta"):
         whole = Llama(layers, 8).to(torch.bfloat16).train(training)

@@ -37,7 +37,7 @@ def llama(layers: int, is_tiny: bool) -> Any:
 
 
 def gpt2(layers: int, is_tiny: bool) -> Any:
-    """GPT-2 without dropout: with dropout the variants would use different random numbers."""
+    """GPT-2 without dropout, because the variants would use different random numbers."""
     sizes = {"n_embd": 64, "n_head": 4, "vocab_size": 1024} if is_tiny else {"n_embd": 1024, "n_head": 16}
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers, n_positions=1024, use_cache=False, **sizes, **off))
@@ -47,8 +47,8 @@ MODELS = {"llama": (llama, 2, (1, 4096)), "gpt2": (gpt2, 24, (4, 1024))}
 
 
 def ways(module: nn.Module, inputs: dict[str, Any], whole: bool) -> dict[str, Callable[[], Way]]:
-    """Functions that create the variants, by name. Each function returns a call, and the module that the call trains. A call computes a
-    loss and the gradients, or a whole step."""
+    """Functions that create the variants, by name. A function returns a call, and the module that the call trains. The call computes a loss
+    and the gradients, or a whole step."""
 
     def hostweave_() -> Way:
         own = copy.deepcopy(module)
@@ -93,7 +93,7 @@ def milliseconds(way: Way) -> float:
         return 1000 * (time.perf_counter() - begin)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)  # the GPU spins while the host enqueues calls
+    torch.cuda._sleep(20_000_000)  # The GPU spins while the host enqueues calls.
     start.record()
     call()
     end.record()

@@ -1,6 +1,6 @@
 """Matmuls with tuned algorithms, `Options(tune=True)`, compared with cuBLASLt's first recommendation, alternately on one GPU.
 
-A call has several matmuls of one operand with different weights. The weights exceed the GPU's cache, like the weights of a model.
+A call has several matmuls of one operand with different weights. The weights exceed the cache of the GPU, like the weights of a model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 2019) in one kernel. Weights and moments are donated, so the moments are updated in place.
+"""AdamW (Loshchilov and Hutter, 2019) in one kernel. Weights and moments are donated, and the moments are updated in place.
 
 The stages of ZeRO (Rajbhandari et al., 2020) are shardings: stage 1 shards the moments, stage 2 also the gradients, and FSDP also the
 weights. Row `i` of `g` is the gradient of rank `i`. The rows are all-reduced, or reduce-scattered if gradients are sharded. The kernel
@@ -37,7 +37,7 @@ def adamw(ranks, stage, eps=1e-8):
 
 
 def rates(step, lr=1e-3, weight_decay=1e-2):
-    """Three coefficients for step number `step`, which starts at 1. The coefficients are inputs of the program, so that a schedule can
-    change them."""
+    """Three coefficients for step number `step`, from 1 on. The coefficients are inputs of the program, so that a schedule can change
+    them."""
     rate, scale = lr / (1 - BETAS[0] ** step), (1 - BETAS[1] ** step) ** -0.5
     return {"rate": rate, "scale": scale, "decay": 1 - lr * weight_decay}

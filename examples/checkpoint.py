@@ -16,7 +16,7 @@ SWITCHES = {"attention_bias": "biases of attention", "mlp_bias": "biases of the 
 
 @dataclass(frozen=True)
 class Config:
-    """Fields of config.json that describe a model; the defaults are Llama 3 8B."""
+    """Fields of config.json that describe a model. The defaults are those of Llama 3 8B."""
 
     vocab_size: int = 128256
     hidden_size: int = 4096
@@ -35,7 +35,7 @@ class CheckpointError(Exception):
 
 
 def needed(module):
-    """Returns an optional package. Raises CheckpointError if it is not installed."""
+    """Returns an optional package. Raises CheckpointError if the package is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -52,7 +52,7 @@ def read_json(path):
 
 def read_config(folder, dtype=None):
     """Returns the config, the rotary frequencies (radians per token for each pair of elements), and the end-of-text tokens. Raises
-    CheckpointError if the file cannot be read, lacks a field, or describes another model than a plain Llama."""
+    CheckpointError if the file cannot be read, lacks a field, or does not describe a plain Llama."""
     path = folder / "config.json"
     found = read_json(path)
     kind, rope = found.get("model_type"), found.get("rope_parameters") or found.get("rope_scaling") or {}
@@ -100,7 +100,7 @@ def read_tokenizer(folder):
 def read_weights(folder, types, mesh, rank, device="cpu"):
     """Reads this rank's shard of each tensor of the model. Returns the shards by name.
 
-    Raises CheckpointError if the checkpoint does not fit `types`, such as if a tensor is missing or has another shape.
+    Raises CheckpointError if the checkpoint does not fit `types`, for example if a tensor is missing or has another shape.
     """
     open_file, torch = needed("safetensors").safe_open, needed("torch")
     index = folder / "model.safetensors.index.json"

@@ -1,9 +1,9 @@
 """Llama 3 from a checkpoint of Hugging Face: `python examples/llama.py FOLDER --prompt "Once upon a time" --tp 2`.
 
 Two programs share the weights and the cache of keys and values, and update the cache in place. `prefill` processes the prompt,
-sequence-parallel. `decode` processes one token after another: each call writes the next token to the input `ids`, which the next call
-reads. `hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3 8B
-on 8 ranks.
+sequence-parallel. `decode` processes one token after another. Each call of `decode` writes the next token to the input `ids`, which the
+next call reads. `hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of
+Llama 3 8B on 8 ranks.
 """
 
 import argparse
@@ -22,8 +22,8 @@ OPTIONS = hw.Options(sizes={"B": 1})
 
 
 def layer_weights(c):
-    """Types of a layer's weights by their names in the checkpoint, as in `model.layers.0.self_attn.q_proj.weight`. A matrix is [out,
-    in]."""
+    """Types of a layer's weights by their names in the checkpoint. An example is `model.layers.0.self_attn.q_proj.weight`. A matrix is
+    [out, in]."""
     E, F, dtype = c.hidden_size, f"{c.intermediate_size}@tp", c.dtype
     heads, groups = (f"{count * c.head_dim}@tp" for count in (c.num_attention_heads, c.num_key_value_heads))
     return {
@@ -40,7 +40,7 @@ def layer_weights(c):
 
 
 def other_weights(c):
-    """Types of the weights outside of layers. Each rank has the rows of some tokens in the embedding table, and computes the logits of
+    """Types of the weights outside of layers. Each rank has the rows of some tokens of the embedding table, and computes the logits of
     these tokens."""
     table = c.dtype[f"{c.vocab_size}@tp", c.hidden_size]
     return {"model.embed_tokens": table, "model.norm": c.dtype[c.hidden_size], **({} if c.tie_word_embeddings else {"lm_head": table})}
@@ -56,8 +56,8 @@ def cache_of(c):
 
 
 def llama_layer(c, decode):
-    """One layer. With `decode`, the layer processes one token, which attends to the cache. Otherwise the layer processes a prompt whose
-    tokens are sharded along the sequence."""
+    """One layer. With `decode`, the layer processes one token, which attends to the cache. Otherwise, the layer processes a prompt. The
+    tokens of a prompt are sharded along the sequence."""
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
     inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B" if decode else 1, 1, S, D // 2])}
     if decode:
@@ -89,7 +89,7 @@ def largest(x):
 
 
 def sampled(logits, temperature, top_p, seed, draw):
-    """Samples a token per row from the smallest set whose probabilities reach top_p. Bisection finds the set without a sort or gather."""
+    """Samples a token per row from the smallest set whose probabilities reach top_p. Bisection finds this set without a sort or gather."""
     V = int(logits.type.shape[-1])
 
     @hw.block(p=hw.f32[1, "B", f"{V}@tp"], low=hw.f32[1, "B", 1], high=hw.f32[1, "B", 1], top_p=hw.f32[()])

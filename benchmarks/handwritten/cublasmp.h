@@ -18,7 +18,7 @@ constexpr std::pair<const char*, cublasMpMatmulAlgoType_t> kMpAlgorithms[] = {
     {"cuBLASMp no overlap", CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP},
 };
 
-// y = all_gather(x) @ w, or y = reduce_scatter(x @ w), of row-major matrices. cuBLASMp has column-major matrices, and
+// y = all_gather(x) @ w, or y = reduce_scatter(x @ w), of row-major matrices. Matrices of cuBLASMp are column-major, so it
 // computes the transposes: y^T = w^T x^T. Each rank has one block of a sharded dim, so the layout is not block-cyclic.
 class MpMatmul {
  public:
@@ -52,7 +52,7 @@ class MpMatmul {
     CHECK_CUBLASMP(cublasMpBufferRegister(of_result(), workspace_, bytes_));
   }
 
-  // False if cuBLASMp does not have the algorithm for these matrices. Collective.
+  // Returns false if cuBLASMp does not have the algorithm for these matrices. Collective.
   bool is_supported() { return multiply() != CUBLASMP_STATUS_NOT_SUPPORTED; }
 
   void operator()() { CHECK_CUBLASMP(multiply()); }
@@ -77,7 +77,7 @@ class MpMatmul {
                           1, 1, nullptr, y_, 1, 1, result_, workspace_, bytes_, host_.data(), host_.size());
   }
 
-  // The workspace is registered on the result's grid.
+  // The workspace is registered on the grid of the result.
   cublasMpGrid_t of_result() const { return gathers_ ? by_rows_ : by_columns_; }
 
   int64_t rows() const { return gathers_ ? n_ * ranks_ : n_; }   // rows of y^T on all ranks

@@ -31,7 +31,7 @@ constexpr const char* kNames[] = {"an empty kernel", "flags", "flags and transfe
 struct Step {
   const uint4 *term, *x;    // term of this GPU, and residual
   uint4 *landing, *theirs;  // landing buffers of this GPU and of the peer: two halves, used alternately
-  uint4* y;                 // result
+  uint4* y;                 // the result
   unsigned *flags, *peers;  // flags of this GPU, which the peer sets, and flags of the peer: one per block
   unsigned* step;           // number of finished steps of each block
   int vectors, half;
@@ -91,7 +91,7 @@ void measure(Gpu (&gpus)[2], int rows, int blocks) {
   for (int i = 0; i < kMeasurements; ++i) {
     for (int r = 0; r < 2; ++r) {
       CHECK(cudaSetDevice(r));
-      CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));  // warm-up, so that both GPUs are ready when the measurement starts
+      CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));  // The warm-up makes both GPUs ready for the start of the measurement.
       CHECK(cudaEventRecord(gpus[r].begin, gpus[r].stream));
       for (int k = 0; k < kLaunches; ++k) CHECK(cudaGraphLaunch(graphs[r], gpus[r].stream));
       CHECK(cudaEventRecord(gpus[r].end, gpus[r].stream));

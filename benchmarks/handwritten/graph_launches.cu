@@ -25,7 +25,7 @@
   } while (0)
 
 constexpr int kRepetitions = 30;
-constexpr size_t kBytes = 1 << 20;  // copied by a node
+constexpr size_t kBytes = 1 << 20;  // bytes that a node copies
 
 __global__ void add_one(float* x) {
   if (blockIdx.x == 0 && threadIdx.x == 0) x[0] += 1;
@@ -55,7 +55,7 @@ int main() {
     return 1;
   }
   float *x, *peer;
-  CUdeviceptr signals;  // the first is written; the second is awaited, and is always set
+  CUdeviceptr signals;  // The first signal is written. The second signal is awaited, and is always set.
   cudaStream_t main, side;
   cudaEvent_t event;
   CHECK(cudaSetDevice(1));

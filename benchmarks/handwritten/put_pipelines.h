@@ -16,11 +16,12 @@
 #include <vector>
 
 static_assert(NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0), "put_pipelines needs the nccl.h of NCCL 2.32 or later");
-extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, int peer, void**);  // declared in nccl_device.h
+// nccl_device.h declares this function.
+extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, int peer, void**);
 
 [[noreturn]] void fail(const char* what, const char* why) {
   std::fprintf(stderr, "put_pipelines: %s: %s\n", what, why);
-  std::_Exit(2);  // ends the process, because the other ranks would wait forever
+  std::_Exit(2);  // The process ends, because the other ranks would wait forever.
 }
 #define CHECK_CUDA(call)                       \
   do {                                         \
@@ -39,13 +40,14 @@ extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, in
   } while (0)
 
 using bf16 = __nv_bfloat16;
-using Call = std::function<void()>;  // enqueues the measured work; other streams fork from the rank's main stream, and join it
+// Enqueues the measured work. Other streams fork from the main stream of the rank, and join it.
+using Call = std::function<void()>;
 constexpr size_t KiB = 1 << 10, MiB = 1 << 20, kLargestShard = 256 * MiB, kBlasWorkspace = 32 * MiB;
 constexpr int kWarmups = 3, kRepetitions = 15, kCallsInARow = 20, kSignals = 64, kCreditSignal = 63;
-// Blocks, and threads of a block, of fill, add_landed and compare: together as many threads as 132 multiprocessors can run.
+// Blocks, and threads of a block, of fill, add_landed and compare. 132 multiprocessors can run exactly this many threads.
 constexpr int kBlocks = 1056, kThreads = 256;
-constexpr long long kSpinCycles = 4'000'000;  // about 2 ms, longer than the host needs to enqueue a call on 8 GPUs
-constexpr double kTolerance = 0.02;           // relative to the largest value: a few roundings to bf16
+constexpr long long kSpinCycles = 4'000'000;  // about 2 ms; the host needs less time to enqueue a call on 8 GPUs
+constexpr double kTolerance = 0.02;           // relative to the largest value; allows a few roundings to bf16
 
 // ---------------------------------------------------------------------------------------------------------- kernels
 __device__ size_t first() { return blockIdx.x * size_t(blockDim.x) + threadIdx.x; }
@@ -56,7 +58,7 @@ __global__ void spin(long long cycles) {
   }
 }
 
-// Random values in [-0.5, 0.5]. Matmuls of zeros need less power and run faster.
+// Random values in [-0.5, 0.5]. Matmuls of zeros would need less power and run faster.
 __global__ void fill(bf16* data, size_t count, unsigned seed) {
   for (size_t i = first(); i < count; i += step()) {
     const unsigned hash = (unsigned(i) + seed * 0x9e3779b9u) * 2654435761u, mixed = (hash ^ hash >> 15) * 2246822519u;
@@ -64,7 +66,7 @@ __global__ void fill(bf16* data, size_t count, unsigned seed) {
   }
 }
 
-// Adds received blocks, which are `stride` elements apart, to y one by one, and rounds each sum to bf16. The count and the stride
+// Adds received blocks to y one by one, and rounds each sum to bf16. Blocks are `stride` elements apart. The count and the stride
 // are multiples of 8.
 __global__ void add_landed(bf16* y, const bf16* landed, int blocks, size_t stride, size_t count) {
   struct alignas(16) Pack {
@@ -80,7 +82,7 @@ __global__ void add_landed(bf16* y, const bf16* landed, int blocks, size_t strid
   }
 }
 
-// max |a - b| and max |b|, as bits of floats. The bits have the same order as the numbers, and NaN is the largest.
+// max |a - b| and max |b|, as bits of floats. The bits have the order of the numbers, and NaN is the largest.
 __global__ void compare(const bf16* a, const bf16* b, size_t count, unsigned* largest) {
   unsigned difference = 0, magnitude = 0;
   for (size_t i = first(); i < count; i += step()) {
@@ -99,12 +101,12 @@ struct Lane {
 
 struct Gpu {  // one rank
   int rank, ranks;
-  std::vector<std::string> wanted;  // sections and cases to run; if empty, all
+  std::vector<std::string> wanted;  // sections and cases to run; all if empty
   ncclComm_t comm;
   Lane lanes[2];
   cudaStream_t main, transfers;  // main is the stream of lanes[0]
   cudaEvent_t begin, end, link;
-  bf16 *plain, *window;  // memory, whose layout each case defines; the window has the same layout on all ranks
+  bf16 *plain, *window;  // each case defines the layout of this memory; the window has the same layout on all ranks
   ncclWindow_t handle;
   std::vector<bf16*> window_of;  // address of each rank's window on this GPU
   void* numbers;                 // for all-reduces of a few numbers
@@ -120,7 +122,7 @@ struct Gpu {  // one rank
 
 void open_streams(Gpu& gpu) {
   for (Lane& lane : gpu.lanes) {
-    void* workspace;  // explicit, so that cuBLAS does not allocate during capture
+    void* workspace;  // explicit, so that cuBLAS does not allocate during a capture
     CHECK_CUDA(cudaMalloc(&workspace, kBlasWorkspace));
     CHECK_CUDA(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking));
     CHECK_CUBLAS(cublasCreate(&lane.blas));
@@ -178,8 +180,8 @@ void all_gather(Gpu& gpu, const bf16* shard, bf16* all, size_t count) {
 bf16* on_peer(const Gpu& gpu, int peer, const bf16* block) { return gpu.window_of[peer] + (block - gpu.window); }
 int signal_number(int distance, int piece = 0) { return distance * 8 + piece; }
 
-// Writes to the peer's copy of `to`, then sends the signal to the peer. `from` and `to` are in the window. Only one stream of a
-// rank may put or signal at a time: NCCL stages signal values in memory that all streams share.
+// Writes to the peer's copy of `to`, and then sends the signal to the peer. `from` and `to` are in the window. Only one stream of
+// a rank may put or signal at a time, because NCCL stages signal values in memory that all streams share.
 void put(Gpu& gpu, const bf16* from, size_t count, int peer, const bf16* to, int signal, cudaStream_t stream) {
   const size_t offset = (to - gpu.window) * sizeof(bf16);
   CHECK_NCCL(ncclPutSignal(from, count, ncclBfloat16, peer, gpu.handle, offset, signal, 0, 0, gpu.comm, stream));
@@ -200,7 +202,7 @@ struct Case {
   std::vector<std::pair<bf16*, size_t>> scratch = {};  // memory that variants write, including the result
 };
 
-// Barrier of all ranks' main streams.
+// Barrier of the main streams of all ranks.
 void meet(Gpu& gpu) { CHECK_NCCL(ncclAllReduce(gpu.numbers, gpu.numbers, 1, ncclDouble, ncclMax, gpu.comm, gpu.main)); }
 
 // Collective. Replaces each value by the largest of all ranks, and returns the median.
@@ -248,13 +250,13 @@ std::pair<double, double> measure(Gpu& gpu, const Call& call) {  // milliseconds
   return {median_of_slowest(gpu, ms), median_of_slowest(gpu, host_us)};
 }
 
-// If the case has a result, checks the variant. Unless the check fails, measures the variant. Rank 0 prints the time or the
-// error. `call` repeats the case `calls` times. The check runs twice, because some errors appear only in the second replay of a
-// graph: if waits accept the signals of the first replay.
+// Checks the variant if the case has a result. If the check passes, measures the variant. Rank 0 prints the time or the error.
+// `call` repeats the case `calls` times. The check runs twice, because some errors appear only in the second replay of a graph,
+// for example if waits accept signals of the first replay.
 void run(Gpu& gpu, const Case& c, const std::string& variant, const Call& call, int calls = 1) {
   double error = 0;
   for (int check = 0; check < 2 && c.result && error < kTolerance; ++check) error = error_of(gpu, c, call);
-  const bool right = error < kTolerance;  // false for NaN
+  const bool right = error < kTolerance;  // This is false for NaN.
   gpu.wrong |= !right;
   const auto [ms, host_us] = right ? measure(gpu, call) : std::pair(0.0, 0.0);
   if (gpu.rank != 0) return;

@@ -48,7 +48,7 @@ def machine() -> str:
 
 
 def _of_torch() -> list[str]:
-    """Versions of PyTorch and of the libraries that it has loaded. The version of NCCL is that of the loaded library, also if LD_PRELOAD
+    """Versions of PyTorch and of the libraries that it has loaded. The version of NCCL is that of the loaded library, even if LD_PRELOAD
     loaded it."""
     try:
         import torch
@@ -74,8 +74,8 @@ def spread(times: Sequence[float], digits: int = 3, per: float = 1) -> str:
 
 
 def line(times: Mapping[str, Sequence[float]], ours: Collection[str], per: float = 1, unit: str = "ms", digits: int = 3) -> str:
-    """Text with medians and ranges of the variants, `ours` first, and the ratio of the fastest alternative to the fastest of `ours`. All
-    times are divided by `per`."""
+    """Text with medians and ranges of the variants, `ours` first, and with the ratio of the fastest alternative to the fastest of `ours`.
+    All times are divided by `per`."""
     medians = {name: statistics.median(ms) for name, ms in times.items()}
 
     def listed(names: Collection[str]) -> str:

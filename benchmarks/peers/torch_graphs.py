@@ -9,9 +9,8 @@ WARMUPS = 3
 
 
 def in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a function that launches `call` as a graph that torch captured. The function returns the same tensors each time. The function
-    keeps a reference to `call`, because a graph does not keep the memory of its tensors alive.
-    """
+    """Returns a function that launches `call` as a graph that torch captured. The function returns the same tensors each time. It keeps a
+    reference to `call`, because a graph does not keep the memory of its tensors alive."""
     import torch
 
     beside = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Times of calls on all GPUs of this machine, with one torch.distributed process per GPU, or on CPU processes if there is no GPU."""
+"""Times of calls on all GPUs of this machine, with one torch.distributed process per GPU. Without a GPU, the processes use CPUs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 
 
 def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> Iterator[dict[str, list[float]]]:
-    """Yields the times of one group after another: for the name of each call, the milliseconds of the slowest rank in each repetition.
+    """Yields the times of one group after another. The times are the milliseconds of the slowest rank in each repetition, for the name of
+    each call.
 
-    All ranks start each call together. Before the call the GPU spins for `wait` cycles, while the host enqueues the call. `make` must be a
+    All ranks start each call together. Before the call, the GPU spins for `wait` cycles while the host enqueues the call. `make` must be a
     module-level function, because other processes call it. These processes have initialised torch.distributed and called hw.init.
     """
     import torch.multiprocessing as processes
 
     print_machine()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # a free port
+        port = server.getsockname()[1]  # This port is free.
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(rank) for rank in range(ranks)]
         for path in paths:
@@ -40,7 +41,7 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> I
         running = processes.spawn(_rank, args=(ranks, make, repetitions, wait, paths), nprocs=ranks, join=False)
         ended, given = False, 0
         while not ended:
-            ended = running.join(timeout=POLL_SECONDS)  # re-raises a rank's exception
+            ended = running.join(timeout=POLL_SECONDS)  # This re-raises the exception of a rank.
             groups = zip(*(path.read_text().split("\n")[:-1] for path in paths), strict=False)
             for of_ranks in islice(groups, given, None):
                 given += 1
@@ -62,7 +63,7 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, paths:
         for calls in make(rank, ranks):
             times = _times(calls, repetitions, wait) if torch.cuda.is_available() else _cpu_times(calls, repetitions)
             print(json.dumps(times), file=file, flush=True)
-    calls = {}  # graphs must be destroyed before NCCL can destroy the communicators that they use
+    calls = {}  # NCCL can destroy a communicator only after the graphs that use it.
     dist.destroy_process_group()
 
 
@@ -76,7 +77,7 @@ def _times(calls: Mapping[str, Callable[[], Any]], repetitions: int, wait: int) 
         for name, call in calls.items():
             torch.cuda.synchronize()
             torch.cuda._sleep(wait)
-            dist.all_reduce(together)  # all ranks start the call together
+            dist.all_reduce(together)  # All ranks start the call together.
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()

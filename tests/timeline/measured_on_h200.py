@@ -25,7 +25,7 @@ SCATTER = {
 }
 REDUCE = {(8192, 3584, 8192): 1.339, (2048, 1024, 8192): 0.260, (128, 3584, 8192): 0.058}
 
-PIPELINE = {2: 1.484, 8: 2.68}  # By number of ranks: a gather of 8192 x 8192, and a matmul with 7168 columns.
+PIPELINE = {2: 1.484, 8: 2.68}  # number of ranks -> milliseconds of a gather of 8192 x 8192, with a matmul with 7168 columns
 
 # 2 H200, from docs/performance.md: number of chunks of the chosen put loop (0 for no loop), milliseconds of this choice, and milliseconds
 # of the sequential program.
@@ -47,5 +47,5 @@ SCATTER_OF_TWO = {
     (128, 3584, 8192): (0, 0.041, 0.041),
     (16, 3584, 8192): (0, 0.031, 0.031),
 }
-LAYER = {8192: 2.916, 2048: 0.815}  # By number of tokens: a layer of Llama 3 70B, sequence-parallel, with the chosen loops.
-WEIGHTS = {"layers": 3.35, "in sequence": 6.84, "by kernels": 5.11, "by copies": 3.74}  # 8 layers with sharded weights.
+LAYER = {8192: 2.916, 2048: 0.815}  # number of tokens -> milliseconds of a sequence-parallel layer of Llama 3 70B, with the chosen loops
+WEIGHTS = {"layers": 3.35, "in sequence": 6.84, "by kernels": 5.11, "by copies": 3.74}  # milliseconds of 8 layers with sharded weights

@@ -190,7 +190,7 @@ def test_mistakes() -> None:
 
 
 def test_ranks_are_shifted_until_no_receive_precedes_its_send() -> None:
-    """By the clocks, rank 1 receives before rank 0 sends. A shift of rank 1 by at least 90 us prevents such a receive."""
+    """The clocks say that rank 1 receives before rank 0 sends. A shift of rank 1 by at least 90 us prevents such a receive."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)
     assert len(match_communications(operations)) == 2
