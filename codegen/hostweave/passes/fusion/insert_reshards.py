@@ -36,8 +36,8 @@ SUFFIXES = {
 
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """After this pass, only reshards change a layout. The pass also inserts casts of partial sums if the transport cannot reduce their
-    dtype, or if `partial_dtype` asks for another dtype."""
+    """Inserts reshards. Also inserts casts of partial sums if the transport cannot reduce their dtype, or if `partial_dtype` asks for
+    another dtype. After this pass, only reshards change a layout."""
     return _Insertion(fusion, options).rewritten()
 
 
