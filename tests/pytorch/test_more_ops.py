@@ -124,30 +124,25 @@ class Each(nn.Module):
         return tuple(part(x) for part, x in zip(self.parts, inputs, strict=True))
 
 
-def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], ranks: Sequence[int], plan: dict[str, str]) -> None:
-    """Compares the result of each module, and the gradients of its parameters, with torch's."""
+def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], plan: dict[str, str], trained: int, inferred: int) -> None:
+    """Compares the result of each module on `trained` ranks and without gradients on `inferred` ranks, and the gradients of its parameters,
+    with torch's."""
     want = Each(list(modules.values()))
     own = copy.deepcopy(want)
-    wanted = want(*inputs)
-    sum((y**2).sum() for y in wanted).backward()
-    for count in ranks:
-        mesh = hw.Mesh(tp=count)
-        own.zero_grad()
-        trained = hostweave.torch.compile(own, mesh, plan, tuple(inputs), training=True)(*inputs)
-        sum((y**2).sum() for y in trained).backward()
-        computed = [trained]
-        if count == ranks[-1]:  # Training programs contain the same ops, so inference is tested on one mesh.
-            with torch.no_grad():
-                computed.append(hostweave.torch.compile(own, mesh, plan, tuple(inputs))(*inputs))
-        for name, mine, theirs, wanted_y, *made in zip(modules, own.parts, want.parts, wanted, *computed, strict=True):
+    found = [want(*inputs), hostweave.torch.compile(own, hw.Mesh(tp=trained), plan, tuple(inputs), training=True)(*inputs)]
+    for results in found:
+        sum((y**2).sum() for y in results).backward()
+    with torch.no_grad():
+        found.append(hostweave.torch.compile(own, hw.Mesh(tp=inferred), plan, tuple(inputs))(*inputs))
+    for name, mine, theirs, wanted, *made in zip(modules, own.parts, want.parts, *found, strict=True):
+        for y in made:
+            torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4, msg=lambda why, name=name: f"{name}: {why}")
+        for parameter, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-3, msg=lambda why, name=name: f"{name}: {why}")
 
-            def told(why: str, name: str = name, count: int = count) -> str:
-                return f"{name} on {count} ranks: {why}"
 
-            for y in made:
-                torch.testing.assert_close(y, wanted_y, rtol=1e-4, atol=1e-4, msg=told)
-            for parameter, other in zip(mine.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-3, msg=told)
+# Joint graphs do not depend on the number of ranks. A training program contains the ops of inference.
+numbers_of_ranks = pytest.mark.parametrize(("trained", "inferred"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 
 
 def parts_of(names: Iterable[str], count: int) -> list[list[str]]:
@@ -156,25 +151,25 @@ def parts_of(names: Iterable[str], count: int) -> list[list[str]]:
     return [names[start::count] for start in range(count)]
 
 
-@pytest.mark.usefixtures("exported_once")
+@numbers_of_ranks
 @pytest.mark.parametrize("names", parts_of(OF_LINEAR, 4), ids=lambda names: names[0])
-def test_ops(names: list[str]) -> None:
+def test_ops(names: list[str], trained: int, inferred: int) -> None:
     torch.manual_seed(0)
-    expect_same({name: Then(OF_LINEAR[name]) for name in names}, [torch.randn(ROWS, DIM) for _ in names], (1, 2), PLAN)
+    expect_same({name: Then(OF_LINEAR[name]) for name in names}, [torch.randn(ROWS, DIM) for _ in names], PLAN, trained, inferred)
 
 
-@pytest.mark.usefixtures("exported_once")
-def test_losses() -> None:
+@numbers_of_ranks
+def test_losses(trained: int, inferred: int) -> None:
     torch.manual_seed(0)
     modules = {name: Then(loss, CLASSES) for name, loss in LOSSES.items()}
-    expect_same(modules, [torch.randn(ROWS, DIM) for _ in modules], (1, 2), {})
+    expect_same(modules, [torch.randn(ROWS, DIM) for _ in modules], {}, trained, inferred)
 
 
-@pytest.mark.usefixtures("exported_once")
 @pytest.mark.parametrize("names", parts_of(OF_IMAGES, 2), ids=lambda names: names[0])
 def test_convolutions(names: list[str]) -> None:
     torch.manual_seed(0)
-    expect_same({name: OF_IMAGES[name][0] for name in names}, [torch.randn(OF_IMAGES[name][1]) for name in names], (2,), {})
+    modules = {name: OF_IMAGES[name][0] for name in names}
+    expect_same(modules, [torch.randn(OF_IMAGES[name][1]) for name in names], {}, trained=2, inferred=2)
 
 
 class Straight(torch.autograd.Function):
@@ -206,7 +201,7 @@ def test_derivatives_defined_by_users(ranks: int) -> None:
         c, _ = step(b, 0.5)
         return a + b + c
 
-    expect_same({"twice": Then(twice)}, [torch.randn(ROWS, DIM)], [ranks], PLAN)
+    expect_same({"twice": Then(twice)}, [torch.randn(ROWS, DIM)], PLAN, ranks, ranks)
 
 
 def matrices(y: Any) -> Any:
@@ -227,7 +222,7 @@ def decayed(y: Any) -> Any:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_scans(ranks: int) -> None:
     torch.manual_seed(0)
-    expect_same({"decayed": Then(decayed)}, [torch.randn(ROWS, DIM)], [ranks], PLAN)
+    expect_same({"decayed": Then(decayed)}, [torch.randn(ROWS, DIM)], PLAN, ranks, ranks)
 
 
 class OfTruths(nn.Module):
