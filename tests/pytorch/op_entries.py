@@ -63,7 +63,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
     torch.manual_seed(0)
     try:
         derives = info.supports_autograd and dtype.is_floating_point
-        with patch("inspect.stack", list):  # the database looks for a unittest in the stack, which would take most of the time
+        with patch("inspect.stack", list):  # The database looks for a unittest in the stack, which takes long.
             samples = list(islice(info.sample_inputs("cpu", dtype, requires_grad=derives), 20))
         sample = next((one for one in samples if _has_elements(one)), samples[0])
         leaves, spec = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))

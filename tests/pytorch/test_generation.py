@@ -86,11 +86,11 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 
 
 @cache
-def small_llama(ranks: int) -> tuple[Any, Any]:
-    """A module, and its compiled form. Tests share the compiled module, because compiling takes most of their time."""
+def small_llama() -> tuple[Any, Any]:
+    """A module, and its compiled form for 2 ranks. Tests share the compiled module, because compiling takes most of their time."""
     module = model_of("Llama", num_hidden_layers=2)
-    plan = plan_of(module) if ranks > 1 else {}
-    return module, hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, {"input_ids": torch.ones(2, 9).long(), "use_cache": False})
+    given = {"input_ids": torch.ones(2, 9).long(), "use_cache": False}
+    return module, hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), given)
 
 
 @shares_programs
@@ -102,7 +102,7 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
     """
     replays, replay = list[Any](), TokenGraph.__call__
     monkeypatch.setattr(TokenGraph, "__call__", lambda self, kwargs: replays.append(self) or replay(self, kwargs))
-    module, model = small_llama(2)
+    module, model = small_llama()
     first, second = (torch.randint(3, VOCABULARY, (2, length)) for length in (5, 9))
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
     threads, both = hw.Threads(2), threading.Barrier(2, timeout=60)
@@ -144,7 +144,7 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
 @shares_programs
 def test_caches_of_the_user() -> None:
     """If a cache is passed, the call appends tokens to the cache, as the module does."""
-    module, model = small_llama(1)
+    module, model = small_llama()
     ids = torch.randint(3, VOCABULARY, (1, 6))
     found = []
     for one in (model, module):
@@ -185,7 +185,7 @@ def test_another_thread_does_not_compile() -> None:
 
 @shares_programs
 def test_refusals() -> None:
-    module, model = small_llama(1)
+    module, model = small_llama()
     ids = torch.ones(1, 4).long()
     for wrong in ({"use_cache": False}, {"cache_implementation": "dynamic"}):
         with pytest.raises(ArgumentError, match="programs write to a static cache; omit use_cache and cache_implementation"):
@@ -214,7 +214,7 @@ def test_the_host_does_not_wait_for_each_token(monkeypatch: pytest.MonkeyPatch) 
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):
         pytest.skip("this version of transformers waits for each token")
-    module, model = small_llama(2)
+    module, model = small_llama()
     ids = torch.randint(3, VOCABULARY, (2, 9))
     token = int(module.generate(ids[:1], max_new_tokens=8, do_sample=False, eos_token_id=None)[0, -3])
     model.generate(ids[:1], max_new_tokens=2, do_sample=False)

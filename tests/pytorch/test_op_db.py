@@ -33,7 +33,7 @@ KINDS = {
     "bool, forward": torch.bool,
 }
 ON_PAGE = [kind for kind in KINDS if f"\n## {kind}\n" in PAGE.read_text()]  # kinds that the page has
-ONE_WORKER = pytest.mark.xdist_group("op_db")  # imports the database, which takes 1.3 s
+ONE_WORKER = pytest.mark.xdist_group("op_db")  # Only this worker imports the database, which takes 1.3 s.
 CASES = [
     pytest.param(number, ranks, marks=ONE_WORKER if ranks == 2 and number % 8 == 0 else pytest.mark.slow)
     for number in range(BATCHES)
