@@ -197,7 +197,17 @@ def _labelled(
 
 
 def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
-    """Lists of dims that share one index of the op, and a map from each value to its dim without a loop."""
+    """Lists of dims that share one index of the op, and a map from each value to its dim without a loop. Cached on the op, because
+    `fuse_kernels` analyses each op in many kernels."""
+    operands = [types[name] for name in op.tensors]
+    known = op.__dict__.get("_joined")
+    if known is None or known[0] != operands:
+        known = op.__dict__["_joined"] = operands, _joined_dims(op, types)
+    found: tuple[list[list[DimOfValue]], dict[str, int]] = known[1]
+    return found
+
+
+def _joined_dims(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
     walked = index_map(op, operand_types(op, types))
     if OPS[op.kind].updates:  # The loop covers the written part, not the whole tensor.
         starts = ((start, i) for start in op.tensors[2::2] for i in range(len(types[start].dims)))

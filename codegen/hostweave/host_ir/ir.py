@@ -77,11 +77,11 @@ class Kernel:
     def types(self) -> Mapping[str, TensorType]:
         return {p.name: p.type for p in self.inputs} | {op.result.name: op.result.type for op in self.ops}
 
-    @property
+    @cached_property
     def results(self) -> tuple[Parameter, ...]:
         return tuple(Parameter(name, self.types[name]) for name in self.returned or (self.ops[-1].result.name,))
 
-    @property
+    @cached_property
     def exchanges(self) -> Op | None:
         """The collective that the kernel computes together with the kernels of other ranks, or None."""
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)

@@ -22,6 +22,7 @@ from operator import attrgetter
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
 from hostweave.base.names import claim_unique
+from hostweave.base.unchanged import replaced
 from hostweave.communication.steps import expr_of
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
@@ -420,7 +421,7 @@ def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
 
 
 def _renamed(op: Op, names: dict[str, str]) -> Op:
-    return replace(op.renamed(names), result=replace(op.result, name=names[op.result.name]))
+    return replaced(op.renamed(names), result=replaced(op.result, name=names[op.result.name]))
 
 
 def viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
