@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from itertools import count
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
@@ -195,15 +196,20 @@ def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, .
     return tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
 
 
+@per_kind
+def _names_of(kind: type[Instruction], wanted: tuple[str, ...]) -> Callable[[Instruction], tuple[str, ...]]:
+    """Implements `names` for a kind of instruction."""
+    if not (fields := _fields_of(kind, wanted)):
+        return lambda _: ()
+    get = attrgetter(*fields)
+    if len(fields) == 1:
+        return lambda i: value if isinstance(value := get(i), tuple) else (value,)
+    return lambda i: tuple([name for value in get(i) for name in (value if isinstance(value, tuple) else (value,))])
+
+
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
     """Names in all fields with a wanted role, or with a role that implies a wanted role."""
-    if not (fields := _fields_of(type(instruction), wanted)):
-        return ()
-    found: list[str] = []
-    for name in fields:
-        value = getattr(instruction, name)
-        found.extend(value) if isinstance(value, tuple) else found.append(value)
-    return tuple(found)
+    return _names_of(type(instruction), wanted)(instruction)
 
 
 def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from math import gcd, lcm, prod
 from operator import index
 from typing import ClassVar
@@ -63,12 +63,12 @@ class Size:
         """The symbol if the size is a single symbol, None otherwise."""
         return self.factor if isinstance(self.factor, str) else None
 
-    @property
+    @cached_property
     def atoms(self) -> tuple[Atom, ...]:
         """Factors that are not sums, also inside sums."""
         return tuple(atom for factor in self.factors for atom in (factor.atoms if isinstance(factor, Sum) else (factor,)))
 
-    @property
+    @cached_property
     def symbols(self) -> tuple[str, ...]:
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
