@@ -25,11 +25,11 @@ fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
         """\
   %part = slice %x[1: 2 from 4]
   %last = select %part[0: M - 1]
-  %y_0 = slice %y[0: M from 0]
-  matmul %x, %w -> %y_0
+  %h_part = slice %y[0: M from 0]
+  matmul %x, %w -> %h_part
   %row = reshape %last to [1, 2]
-  %y_1 = slice %y[0: 1 from M]
-  copy %row -> %y_1
+  %row_part = slice %y[0: 1 from M]
+  copy %row -> %row_part
 """,
     ),
     "a pad fills the added elements": (
