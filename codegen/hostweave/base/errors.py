@@ -22,7 +22,7 @@ def __dir__() -> list[str]:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# in the package of a wheel, but the user's code
+# A wheel has these folders in the package, but their code counts as the user's.
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")
 
 

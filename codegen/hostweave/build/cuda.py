@@ -142,7 +142,7 @@ def driver_version() -> str | None:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """Version of the NCCL library that this process has loaded, which programs then use, or None."""
+    """Version of the NCCL library that this process has loaded, or None. Programs use this library."""
     try:
         library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
     except OSError:

@@ -14,7 +14,7 @@ from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.types.tensor import DType, TensorType, f32, f64
 
-_MAX_SEQUENTIAL = 512  # most terms that are added sequentially, by assumption
+_MAX_SEQUENTIAL = 512  # assumed maximum number of terms that are added sequentially
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class OpRewriter:
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op, with inferred type and sharding, and returns the name of its result. The name is a free name like `of_word`. By
-        default, `of` is the name of the replaced result, and `word` is `kind`.
+        """Emits an op, with inferred type and sharding, and returns the name of its result. The name is `of`, `_` and `word`, with a number
+        if this name is taken. By default, `of` is the name of the replaced result, and `word` is `kind`.
 
         `like` has properties of the result that the operands do not determine, such as the shape after a reshape.
         """

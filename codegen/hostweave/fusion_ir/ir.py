@@ -200,7 +200,7 @@ class Fusion:
     """A program, or a function of a program.
 
     `donated` and `returned` are empty, or have one entry per result: the input whose memory the result reuses, or ""; and the parameter
-    group of the result, or None. `choices` are those for reshards.
+    group of the result, or None. `choices` are the compiler's choices for reshards.
     """
 
     name: str

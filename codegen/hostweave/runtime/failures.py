@@ -93,7 +93,7 @@ class FallibleGroup:
         """Marks the group as failed on all ranks."""
 
         def fail() -> None:
-            if not self._failure:  # otherwise the other ranks know
+            if not self._failure:  # if a reason is set, the other ranks know it already
                 self._send(lambda: self._report_failure(reason))
             self.abort(reason)
 

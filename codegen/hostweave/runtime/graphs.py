@@ -13,7 +13,7 @@ CALLS_PER_NEW_ARRAY = 8  # a rank votes for graphs if at most one of 8 calls has
 
 
 class CommonGraphs:
-    """Decision of all ranks if calls run as graphs, for `Options(graph="auto")` with two-sided and one-sided transports.
+    """Common decision of all ranks to run calls as graphs or not, for `Options(graph="auto")` with two-sided and one-sided transports.
 
     Their communication library requires that all ranks capture a communication, or none. But a rank knows only if its own arrays repeat. So
     all ranks vote before calls 3, 5, 9, 17 and so on, at most 4096 calls apart. A rank votes for graphs if nearly all of its calls since

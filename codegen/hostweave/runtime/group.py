@@ -370,8 +370,8 @@ class Group(FallibleGroup):
         return all(record == str(True) for record in self._gather(str(value), self.call_timeout))
 
     def _gather(self, record: str, timeout: float, where: str = "", waits_for: str = "") -> list[str]:
-        """Returns the records of all ranks. If a rank fails or times out, fails the group, and raises an error from `where` to `waits_for`.
-        If the store does not answer, the error comes at most a second after the timeout."""
+        """Returns the records of all ranks. If a rank fails or times out, fails the group, and raises an error. The message begins with
+        `where` and ends with `waits_for`. If the store does not answer, the error comes at most a second after the timeout."""
         gather = partial(self.exchange.gather, record, timeout)
         try:
             return within(timeout + SEND_TIMEOUT, gather) if isinstance(self.exchange, StoreExchange) and self.count > 1 else gather()

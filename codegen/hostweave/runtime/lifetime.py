@@ -97,7 +97,7 @@ def expect_own_devices() -> None:
 
 
 def on_end(interrupt: Callable[[], None]) -> None:
-    """Registers a function that stops calls which do not poll `expect_running`, at the exit of the interpreter."""
+    """Registers a function for the exit of the interpreter. The function stops calls that do not poll `expect_running`."""
     _interrupts.append(interrupt)
 
 

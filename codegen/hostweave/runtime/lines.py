@@ -7,7 +7,7 @@ from types import ModuleType
 
 from hostweave.base.errors import ExecutionError
 
-_PROGRAM_LINE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # not after the user's line
+_PROGRAM_LINE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # does not match if the user's line is already in front
 _SOURCE_COMMENT = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment above the C++ for a line of the user
 
 

@@ -39,7 +39,7 @@ _build_lock = reset_after_fork(threading.Lock())  # ranks that are threads build
 
 
 class LocalProgram:
-    """A program that is ready to run on this rank. Collective."""
+    """A program that is ready to run on this rank. All ranks create it together."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LocalProgram:
         self._device = self.target.device_of_arrays(self._member)
         self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._verifies_calls, group.windows)
         self.native: Any = None if missing else group.connected(self._member, self.module, options.tune)
-        # Reason why this rank cannot run the program, or "". Library calls are missing, or the memory of peers is out of reach.
+        # Reason why this rank cannot run the program, or "": a library call is missing, or the memory of peers is out of reach.
         self.out_of_reach: str = missing[0] if missing else self._why_out_of_reach()
         self._measured = MeasuredAlgorithms(self.module, self.target.device_name()) if options.tune else None
         self._exchanges_algorithms = True  # True if the next plans need an exchange of measured algorithms
@@ -309,7 +309,7 @@ class LocalProgram:
             checked_call = check_call()
         ready_for = _shapes_of(checked_call)
         changed = self._ready_for != ready_for
-        if changed:  # first, because another variant makes the call and compares sizes if this check refuses the sizes
+        if changed:  # first, because if this check refuses the sizes, another variant makes the call and compares the sizes
             self._expect_divided(checked_call)
         self._compare(checked_call, ready_for)
         if changed:

@@ -21,7 +21,7 @@ from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
 RANKED = 3  # alternatives to run per choice, in addition to the sequential program
-ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # warm-up calls and timed calls are those of an alternative in a round
+ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # warm-up calls and timed calls are per round and alternative
 
 
 class Searched(Protocol):

@@ -19,7 +19,7 @@ _CALLS_KEPT = 256  # latest calls whose sizes a rank keeps for error messages
 
 class CallSizes(NamedTuple):
     local: Sequence[Shape]
-    global_shapes: Sequence[Shape]  # inferred by the rank
+    global_shapes: Sequence[Shape]  # global shapes that the rank infers
 
 
 class LastSizes:
@@ -34,7 +34,7 @@ class LastSizes:
         self.number = group.number(self)  # equal on all ranks, because the first call of a program is collective
         self.calls = 0  # calls that this rank has begun
         self.recent_calls: deque[tuple[ComparedSizes, CheckedCall]] = deque(maxlen=_CALLS_KEPT)
-        self.agreed_sizes: tuple[int, ...] | None = None  # in the last comparison
+        self.agreed_sizes: tuple[int, ...] | None = None  # sizes of the last comparison
         self.variant: ComparedSizes | None = None  # variant of the last call
         self.shapes: object = None  # key of the last call's shapes
 

@@ -108,7 +108,7 @@ class Team:
         with self.lease(module, programs[0].target, CpuSchedule()):
             if not all(program.is_prepared_for(calls[0]) for program in programs):
                 self.each(lambda rank: programs[rank].prepare_for(calls[0]))
-            # on this thread, because waking the ranks' threads takes longer
+            # Staging runs on this thread, because waking the ranks' threads takes longer.
             staged_calls = [program.staged(calls) for program in programs]
         with self.lease(module, programs[0].target, schedule()):
             return self.each(lambda rank: staged_calls[rank](work), programs)
@@ -122,7 +122,7 @@ class Team:
         try:
             yield
         finally:
-            del lease, member  # or the traceback of an error would keep these objects alive
+            del lease, member  # otherwise the traceback of an error would keep these objects alive
 
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Runs `work` on each rank's thread. Returns the results, by rank.

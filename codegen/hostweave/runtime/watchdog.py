@@ -65,7 +65,7 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
 
 
 def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Exchange, str | None] | None:
-    """The group's exchange, and the reason why this rank cannot continue, or None. Only None if the group is freed or has failed."""
+    """The group's exchange, and the reason why this rank cannot continue, or None. Returns None if the group is freed or has failed."""
     group = group_ref()
     return None if not group or group.failure else (group.exchange, group.left_early() or group.diverged())
 

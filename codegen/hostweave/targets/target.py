@@ -45,7 +45,7 @@ class Target(Protocol):
         return []
 
     def why_not_here(self, ranks: int) -> str:
-        """Reason why this process cannot run so many ranks, with a remedy, or ""."""
+        """Reason why this process cannot run this number of ranks, with a remedy, or ""."""
         return ""
 
     def expect_memory(self) -> None:

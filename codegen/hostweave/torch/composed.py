@@ -105,7 +105,7 @@ def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Seq
 
 
 class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises ProgramError for ops other than pointwise ones, on tensors of `ndim` dims or no dims."""
+    """Allows only pointwise ops on tensors of `ndim` dims or no dims. Raises ProgramError for other ops."""
 
     def __init__(self, ndim: int):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -423,8 +423,8 @@ _exponential = _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / r
 
 
 def multinomial(weights: torch.Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> torch.Tensor:
-    """Draws indices with probabilities proportional to the weights: the indices of the largest ratios of a weight and an exponential random
-    number."""
+    """Draws indices with probabilities proportional to the weights. Each weight is divided by an exponential random number, and the largest
+    ratios win."""
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if apart := replacement or count == 1:
         weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, -1)

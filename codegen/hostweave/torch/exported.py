@@ -346,7 +346,7 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _mark_uses(graph: Graph, node: Node) -> None:
-    """Marks the uses of a value and of its views. The mark follows later writes to the source of the value."""
+    """Marks the uses of a value and of its views, not the value, because a write to the source may change the value before a use."""
     for user in list(node.users):
         if is_view(user):
             _mark_uses(graph, user)

@@ -25,7 +25,7 @@ _patching = threading.Lock()  # ranks may be threads
 
 
 def _defer_stops() -> None:
-    """Makes transformers check one step late if all sequences have ended, on CUDA, for the caches that are True in `_own`. Transformers
+    """On CUDA, makes transformers check one step late whether all sequences have ended, for caches that are True in `_own`. Transformers
     then undoes the last step. Without this patch, transformers does this only on MPS."""
     from transformers.generation import utils
 
@@ -43,7 +43,7 @@ def _defer_stops() -> None:
 
 
 def _prepare_cache(module: Any, config: Any, kwargs: dict[str, Any], *args: Any, **others: Any) -> Any:
-    """Overrides a method of transformers that marks all given caches as the user's. Those in `_own` are not."""
+    """Overrides a method of transformers that marks all given caches as the user's. Removes the mark from caches in `_own`."""
     found = super(type(module), module)._prepare_cache_for_generation(config, kwargs, *args, **others)
     for cache in (one for one in map(kwargs.get, _CACHE_WORDS) if one is not None and one in _own):
         cache._is_user_defined = False

@@ -120,7 +120,7 @@ class Graph:
     @cached_property
     def returned(self) -> list[Any]:
         """Values that the graph returns: new values of written tensors, other results of the module (which may be None), and checked
-        conditions. The key of `shared` is replaced by its value."""
+        conditions. A result in `shared` is replaced by the tensor whose memory it shares."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (self.shared.get(one, one),))]
@@ -201,7 +201,7 @@ class Graph:
                 yield axes
 
     def _fold(self, taken: dict[str, str]) -> None:
-        """Computes values that depend only on `fixed` values. Other ops read most constant tensors as inputs."""
+        """Computes values that depend only on `fixed` values. Constant tensors that other ops read become inputs, with some exceptions."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:

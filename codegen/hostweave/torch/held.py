@@ -86,7 +86,7 @@ def block_of(tensor: Any, rank: int | None, type: TensorType, mesh: Mesh) -> Any
 
 
 def placed_like(parameter: Any, block: Any) -> Any:
-    """Makes a rank's block a DTensor like the parameter, if that is one."""
+    """Makes a rank's block a DTensor if the parameter is one, with the parameter's layout."""
     if not isinstance(parameter, DTensor) or block is None:
         return block
     layout, shape, stride = (parameter.device_mesh, parameter.placements), parameter.shape, parameter.stride()

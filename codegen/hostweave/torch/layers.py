@@ -32,7 +32,7 @@ class Layer:
     arguments: list[Node]
     results: list[Node]
     like: Layer | None = None  # the first of the equal layers
-    chain: list[Node | None] = field(default_factory=list)  # for each argument, the result that is this argument of the next layer
+    chain: list[Node | None] = field(default_factory=list)  # for each argument: the result that the next layer takes as this argument
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
@@ -131,7 +131,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts nodes so that groups are consecutive. Splits a group if a node outside depends on it, and it on the node."""
+    """Sorts nodes so that groups are consecutive. Splits a group if a node outside depends on it and it depends on the node."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}

@@ -25,7 +25,7 @@ class LossScale:
 
     @classmethod
     def of(cls, scaler: GradScaler | None, device: torch.device) -> LossScale | None:
-        """None without a GradScaler, or if it is disabled."""
+        """Wraps a GradScaler. Returns None without one, or if it is disabled."""
         if not isinstance(scaler, GradScaler | None):
             raise ProgramError(f"scaler: {scaler!r} is not a torch.amp.GradScaler; pass one, or omit scaler=")
         return cls(scaler, device) if scaler is not None and scaler.is_enabled() else None

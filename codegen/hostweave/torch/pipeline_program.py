@@ -80,8 +80,8 @@ class PipelineInputs:
 
 
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
-    """Records the program, which returns the loss, with clipping the gradient norms, and the gradients or, with an optimizer, the new
-    parameters and state."""
+    """Records the program. The program returns the loss, the gradient norms if gradients are clipped, and either the gradients or, with an
+    optimizer, the new parameters and state."""
     first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]
 
@@ -118,7 +118,7 @@ class _Recording:
         return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
 
     def _step(self) -> list[hw.Tensor]:
-        """New parameters and state of each stage, with clipping after the gradient norm on each stage's mesh."""
+        """Returns the gradient norm on each stage's mesh if gradients are clipped, then the new parameters and state of each stage."""
         pipeline = self.pipeline
         gradients: dict[int, list[hw.Tensor]] = {}
         for number, updates in pipeline.updates.items():

@@ -47,7 +47,7 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     return hw.block(**inputs)(_program(graph, name, starts)), types
 
 
-LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # by first node: (layer, its function or a layer with equal results)
+LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node -> (layer, its function, or another layer with equal results)
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
@@ -239,7 +239,7 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if results for the next equal layer have the types of the program inputs in their place in this layer."""
+    """True if each result that is an input of the next equal layer has the type of the program's input at this place of the first layer."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

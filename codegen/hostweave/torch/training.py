@@ -34,7 +34,7 @@ class Differentiated(CompiledModule):
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
-        # For each argument of the joint graph: the parameter, or None; and True if it is a parameter that requires grad.
+        # The lists have an entry for each argument of the joint graph: the parameter or None, and True for a parameter that requires grad.
         self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
         self._wants = [held is not None and held.requires_grad for held in self._held]
 
@@ -135,7 +135,8 @@ class TrainingModule(Differentiated):
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
-        """Converts gradients to the layout of the parameters: a DTensor for a DTensor, gathered for a whole parameter."""
+        """Converts gradients to the layout of the parameters. A gradient becomes a DTensor if its parameter is one, and is gathered if its
+        parameter is whole on each rank."""
         made: list[Any] = list(found)
         if self._sharded:
             whole = self._gather_program()(*(found[number] for number in self._sharded), group=group)

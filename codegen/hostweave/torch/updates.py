@@ -178,7 +178,7 @@ class Updates:
     # --- a call --------------------------------------------------------------------------------------------------------
 
     def expect_held(self, name: str) -> None:
-        """Refuses a step if the optimizer has lost a parameter, or in torch.inference_mode(). `name` is the module's."""
+        """Refuses a step if the optimizer has lost a parameter, or in torch.inference_mode(). `name` is the module's name."""
         if torch.is_inference_mode_enabled():
             raise ArgumentError(f"{name}: torch.inference_mode() is on, in which no tensor can be trained; call the step outside of it")
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}

@@ -1,4 +1,4 @@
-"""One-sided transport of NCCL: puts to, gets from and signals for registered windows of other ranks."""
+"""One-sided transport of NCCL: puts, gets and signals between registered windows of ranks."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

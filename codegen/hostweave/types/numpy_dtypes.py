@@ -24,7 +24,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 @cache
 def computing_dtype(dtype: DType) -> np.dtype[Any]:
-    """NumPy dtype in which references compute: f64 for floats."""
+    """NumPy dtype in which references compute: f64 for floats, otherwise the matching dtype."""
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
 
 

@@ -381,7 +381,8 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Value of every symbol in the types of the inputs. Raises ArgumentError if the shapes do not fit.
 
-    A sharded dim must be even, except a plain one if `uneven` is None, its size is an int, or its size has a symbol in `uneven`.
+    Zigzag dims must be even. Other sharded dims must be even too, unless `uneven` is None, or the size is an int or has a symbol in
+    `uneven`.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}

@@ -13,8 +13,8 @@ Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or input -> inde
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. Replaces these elements of
-    `outputs` by reshards to the input's sharding.
+    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, replaces each
+    output that reuses an input by a reshard to the input's sharding.
 
     Exactly one output must qualify for each input. An output qualifies under three conditions: its dtype, mesh and dims are those of the
     input; the user gave the output no other sharding; the output is computed from the input, unless `donate` gives the index of the output.

@@ -32,8 +32,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
     wrap around. A matmul of ints is much slower than one of floats, because cuBLASLt does not support ints.
 
-    If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce. If a `reshard` shards the result, it is a
-    reduce-scatter.
+    If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce, or a reduce-scatter if a `reshard` shards the
+    result.
 
     Raises ProgramError for other dtypes, or if inner dims differ, or if leading dims do not broadcast.
 
@@ -347,7 +347,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    If dim `axis` is sharded, the dim is gathered first. Most operands are computed in place, without a copy.
+    If dim `axis` is sharded, the dim is gathered first. Most operands are computed directly in the memory of the result, without a copy.
 
     Raises ProgramError for an empty list, or if dtypes or other dims differ.
 

@@ -129,8 +129,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """Possible roles of each operand of two consecutive calls: if a value is in a group or stack, and otherwise; then the two values,
-        if they differ. `in turn`: each call reads another tensor of a group or stack."""
+        """For each operand of two consecutive calls: its possible roles if one of its values is in a group or stack, its possible roles
+        otherwise, and the two values if they differ. `in turn`: each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -184,7 +184,7 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """The stack or group whose tensors, except the last, follow the first value of a lagged column. () if there is none."""
+        """Stack or group from which a lagged column reads, or (). Its tensors, except the last, are the column without its first value."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found

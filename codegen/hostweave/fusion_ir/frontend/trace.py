@@ -340,7 +340,7 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """Plain Python number, as a float if `is_float` and the float is exact."""
+    """Plain Python number. If `is_float`, an int becomes a float, unless it is too large for f64."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):

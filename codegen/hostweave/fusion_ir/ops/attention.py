@@ -7,9 +7,9 @@ required operands:
 - a bias of the scores, if the attribute `bias` is set;
 - the starts of packed sequences and the end of the last one, if the attribute `packed` is set. A row attends only to keys of its sequence.
 
-With the attribute `blocks`, the keys are cut into so many blocks, and the result has a first dim for the blocks, which is sharded like the
-keys. The last blocks may be short or empty. Lengths have this dim too, and count the valid keys of each block. A row without keys in a
-block has result 0 and log-sum-exp -inf.
+The attribute `blocks` is a number of blocks into which the keys are cut. The result then has a first dim for the blocks, which is sharded
+like the keys. The last blocks may be short or empty. Lengths have this dim too, and count the valid keys of each block. A row without keys
+in a block has result 0 and log-sum-exp -inf.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # 
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """Entries of `operands` that belong to the masks lengths, bias and offsets, for masks that the op has."""
+    """Maps each mask that the op has ("lengths", "bias" or "offsets") to its entry in `operands`."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 
@@ -153,7 +153,7 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 @dataclass(frozen=True)
 class Masks:
     """Masks of the scores. Row i attends to columns up to i + diagonal, within its window, length and sequence. `from_end` adds the number
-    of valid columns to the diagonal. If `reversed` is not 0, the rows are so many blocks, the last one first."""
+    of valid columns to the diagonal. If `reversed` is not 0, it is the number of blocks of the rows, and the last block is first."""
 
     diagonal: int | None = None
     window: int = 0
