@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -64,17 +61,6 @@ def test_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     seen = run_page("tutorial", tmp_path, monkeypatch)
     np.testing.assert_allclose(seen["y"], seen["expected"], rtol=1e-4, atol=1e-4)
     assert (tmp_path / "overlapped" / "CMakeLists.txt").is_file()
-
-
-@pytest.mark.extra("torch")
-def test_the_script_of_the_tutorial_runs_in_processes(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
-    (script,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
-    (tmp_path / "train.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "train.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    printed = re.findall(r"rank \d: \(.*?\)", done.stdout)  # Two processes may print to one line.
-    assert sorted(printed) == ["rank 0: (8, 32)", "rank 1: (8, 32)"]
 
 
 @pytest.mark.parametrize("name", ["shardings", "check", "recipes", "coming-from"])
@@ -161,43 +147,6 @@ def test_pages_show_the_figures_that_pictures_have() -> None:
     page, figures = (ROOT / "docs" / "figures.md").read_text(), json.loads((ROOT / "docs" / "figures.json").read_text())
     for row in figures["rows"]:
         assert f"| {row['ms']} ms | {row['ratio']:.2f} x | `{row['command']}` |" in page
-
-
-OTHERS = {
-    "DTensor": """
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-mesh = init_device_mesh("cpu", (1,))
-{block}
-dist.destroy_process_group()
-""",
-    "shard_map": """
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_default_matmul_precision", "highest")
-mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-{block}
-""",
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("DTensor", marks=pytest.mark.extra("torch")), pytest.param("shard_map", marks=pytest.mark.extra("jax"))]
-)
-def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
-    """Runs the page's code for another system in a separate process, because both systems have global state."""
-    pytest.importorskip({"DTensor": "torch", "shard_map": "jax"}[name], reason="needs PyTorch and JAX: pip install torch jax")
-    text = (ROOT / "docs" / "coming-from.md").read_text()
-    found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)
-    arrays = re.search(r"(import numpy.*?)@hw", text, re.DOTALL)
-    assert found
-    assert arrays
-    test = "np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-4, atol=1e-4)"
-    script = tmp_path / "script.py"
-    script.write_text("\n".join([arrays[1], OTHERS[name].format(block=found[1]), test]))
-    subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
 
 
 @pytest.mark.extra("torch")

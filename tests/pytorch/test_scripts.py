@@ -1,4 +1,4 @@
-"""Whole scripts: the examples and the `*_process.py` files. A script runs in one process for all ranks, or in one process per rank.
+"""Whole scripts: the examples, those of pages, and the `*_process.py` files. A script runs in one process for all ranks, or in one process per rank.
 
 On the CPU, most processes are forks of a server that has imported torch, because an import takes 4 seconds.
 """
@@ -23,6 +23,7 @@ from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["transformers", "hostweave.torch"])
 pytestmark = pytest.mark.xdist_group("scripts")  # These tests run in one worker, so that only one fork server imports torch.
@@ -130,3 +131,44 @@ def test_the_gpt_of_the_examples_learns_the_same_in_processes(place: str, tmp_pa
 @pytest.mark.parametrize("example", ["torch_llama.py", "torch_train.py"])
 def test_examples_are_short(example: str) -> None:
     assert len((EXAMPLES / example).read_text().splitlines()) < 60
+
+
+def test_the_script_of_the_tutorial(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    (text,) = re.findall(r"```py\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    script.write_text(text)
+    assert in_processes("cpu", 2, tmp_path, script) == ["rank 0: (8, 32)", "rank 1: (8, 32)"]
+
+
+OTHERS = {
+    "DTensor": """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+mesh = init_device_mesh("cpu", (1,))
+{block}
+dist.destroy_process_group()
+""",
+    "shard_map": """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_default_matmul_precision", "highest")
+mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+{block}
+""",
+}
+
+
+@pytest.mark.parametrize("name", ["DTensor", pytest.param("shard_map", marks=pytest.mark.extra("jax"))])
+def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
+    """Runs the page's code for another system in a separate process, because both systems have global state."""
+    text = (DOCS / "coming-from.md").read_text()
+    found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)
+    arrays = re.search(r"(import numpy.*?)@hw", text, re.DOTALL)
+    assert found
+    assert arrays
+    test = "np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-4, atol=1e-4)"
+    script = tmp_path / "script.py"
+    script.write_text("\n".join([arrays[1], OTHERS[name].format(block=found[1]), test]))
+    forked(tmp_path, [{}], script)
