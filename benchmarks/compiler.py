@@ -152,7 +152,6 @@ def cold_seconds(fusion: hw.Fusion, target: str) -> tuple[float, float]:
 
 
 def seconds(work: Callable[[], Any], repetitions: int = 5) -> float:
-    """CPU seconds of `work`: the minimum of several runs."""
     return min(once(work, time.process_time) for _ in range(repetitions))
 
 

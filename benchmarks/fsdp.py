@@ -88,7 +88,6 @@ def _shapes() -> dict[str, tuple[int, int]]:
 
 
 def _arrays(ranks: int) -> tuple[Any, dict[str, Any]]:
-    """Input and weights, as PyTorch tensors."""
     import torch
 
     def random(shape: tuple[int, int]) -> Any:

@@ -195,7 +195,6 @@ def _by_hand_and_generated() -> None:
 
 
 def _by_hand(generated: Any, fusion: Any) -> Any:
-    """Builds the same program from hand-written files instead of generated files."""
     folder = Path(tempfile.mkdtemp())
     try:
         (folder / generated.name).mkdir()

@@ -364,7 +364,6 @@ def _bound(medians: Mapping[str, float]) -> str:
 
 
 def _chosen(x: Any, router: Any) -> tuple[Any, Any]:
-    """Probabilities and indices of the chosen experts of each token."""
     chosen, ids = (x @ router).float().softmax(-1).topk(LAYER["top"])
     return chosen, ids
 

@@ -341,7 +341,6 @@ _POOLS: list[tuple[Any, Any]] = []  # for each mode of `_registered`: the backen
 
 
 def _views(memory: Any, shapes: list[Any]) -> list[Any]:
-    """Tensors of these shapes, one after another in one buffer."""
     found, at = [], 0
     for shape in shapes:
         found.append(memory[at : at + shape.numel()].view(shape))

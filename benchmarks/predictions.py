@@ -64,7 +64,6 @@ def _predictions(rows: Iterator[Row], machine: Machine) -> dict[str, float]:
 
 
 def _measured(program: hw.Program, sizes: Sizes) -> float:
-    """Measured milliseconds of a call on random arrays."""
     import torch
 
     def random(value: Any) -> Any:

@@ -102,7 +102,6 @@ def shown(entry: Entry) -> Iterator[str]:
 
 
 def source_of(path: Path, name: str) -> str:
-    """Source of a function of a file, with its decorators."""
     text = path.read_text()
     found = next(node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name)
     return "\n".join(text.splitlines()[found.decorator_list[0].lineno - 1 : found.end_lineno])

@@ -46,12 +46,10 @@ def table(ops: Mapping[str, OpDef]) -> str:
 
 
 def errors() -> str:
-    """Directives of mkdocstrings for all public exceptions."""
     return "\n\n".join(f"::: hostweave.base.errors.{name}\n    options:\n      members: []" for name in dir(hw.errors))
 
 
 def dtypes() -> str:
-    """A heading for each dtype, with its size and long name."""
     parts = []
     for dtype in DTYPES.values():
         names = [f"`hw.{name}`" for name in hw.__all__ if getattr(hw, name, None) is dtype]

@@ -8,8 +8,6 @@ from hostweave.base.paths import NATIVE
 
 
 class Counters(ctypes.Structure):
-    """The struct hw_cpu_counters of hostweave_cpu.h."""
-
     _fields_ = [
         (name, ctypes.c_uint64)
         for name in (

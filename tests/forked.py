@@ -47,7 +47,6 @@ class Forked(subprocess.Popen):
 
 
 def run(args: list[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a process until it ends, and returns its output."""
     with Forked(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)

@@ -21,7 +21,6 @@ def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
 
 
 def check(apply: Pass, inputs: str, before: str, after: str, mesh: str = "x=8") -> None:
-    """Applies the pass, verifies the result and compares its text."""
     result = apply(fusion(inputs, before, mesh), Options())
     verify_fusion(result, after=level_of(apply.__name__))
     assert [line.strip() for line in str(result).splitlines()[1:-2]] == [line.strip() for line in after.strip().splitlines()]

@@ -60,7 +60,6 @@ def one_layer(x, w, b):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 4], **{f"{name}_{i}": dtype[4, 4] if name == "w" else dtype[4] for i in range(5) for name in "wb"})
 def repeated(x, **given):
-    """Five calls of a layer, which become a loop."""
     first = None
     for i in range(5):
         x, h = one_layer(x, given[f"w_{i}"], given[f"b_{i}"])

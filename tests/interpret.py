@@ -244,6 +244,5 @@ def _reduced(op: str, arrays: list[Array]) -> Array:
 
 
 def _widened(array: Array) -> Array:
-    """Converts floats of less than four bytes to f32."""
     small = array.dtype.itemsize < 4 and array.dtype.kind not in "iub"
     return array.astype(np.float32) if small else array

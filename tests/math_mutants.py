@@ -310,7 +310,6 @@ def _differs_in_f64(mutant: HostProgram, expected: Expected) -> bool:
 
 
 def subjects(ranks: int) -> Iterator[Subject]:
-    """Programs of examples/ and tests/."""
     import fusions_from_files as examples
     import moe_reference
     import parts_of_transformers

@@ -41,8 +41,6 @@ def as_rank(rank: int, count: int, port: str) -> dict[str, str]:
 
 
 class Ranks:
-    """The processes of the ranks and their output."""
-
     def __init__(self, environments: list[dict[str, str]], *arguments: str, start: type[subprocess.Popen[str]] = Forked):
         self.lines: list[queue.Queue[str | None]] = [queue.Queue() for _ in environments]
         self.said: list[list[str]] = [[] for _ in environments]

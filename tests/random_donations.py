@@ -44,7 +44,6 @@ class Donating(Generator):
         return tuple(taken[number] if number in taken else self.view(self.random.choice(viewed)) for number in range(len(donate) + 3))
 
     def result_in(self, x: hw.Tensor, values: list[hw.Tensor]) -> hw.Tensor:
-        """A value for the memory of input x."""
         alike = [t for t in values if (t.dtype, t.shape, t.type.mesh) == (x.dtype, x.shape, x.type.mesh)]
         other = self.random.choice(alike)
         made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
@@ -77,7 +76,6 @@ VIEWS: tuple[MakeOp, ...] = (
 
 
 def _called_in_place(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Call of a block that donates some inputs. Two of these inputs may get the same argument."""
     assert isinstance(g, Donating)
     other = g.random.choice([t, g.other(values, t)])
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape, "in place"), [])

@@ -272,7 +272,6 @@ def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
 
 
 def of_sums(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Linear ops, and sometimes nonlinear ops, on sums over a sharded dim."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     rows, columns = t.shape
     split = f"{columns}@{g.random.choice(t.type.mesh_in(g.mesh).axes)[0]}"

@@ -77,8 +77,6 @@ def provider_of(name: str) -> Provider:
 
 
 class Rank:
-    """Rank of this process in a group, and its device."""
-
     def __init__(self, provider: Provider, target: str, local_rank: int):
         self.target = target
         # torch is not imported on CPUs, because the import takes seconds.
@@ -149,7 +147,6 @@ def run_all(rank: Rank, which: str) -> None:
 
 
 def beside_torch(rank: Rank, which: str) -> None:
-    """Mixes collectives of torch.distributed with calls of programs."""
     torch = rank.torch
     for _ in range(2):
         ones = torch.ones(1000, device=rank.device)

@@ -12,7 +12,6 @@ from hostweave.pipeline import lower
 
 
 def before_and_after(apply: Callable[..., Any], fusion: Fusion, options: Options | None = None) -> tuple[Any, Any]:
-    """The program that a pass receives in the pipeline, and the program that it returns."""
     stages: list[tuple[str, Any]] = []
     lower(fusion, options or Options(), lambda name, stage: stages.append((name, stage)))
     at = [name for name, _ in stages].index(apply.__name__)

@@ -65,7 +65,6 @@ def test_an_editable_installation_finds_its_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pip_install_editable(tmp_path: Path) -> None:
-    """After `pip install -e .` in a clone, the command compiles and runs a program."""
     clone, venv = tmp_path / "clone", tmp_path / "venv"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)

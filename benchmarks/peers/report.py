@@ -19,7 +19,6 @@ MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  
 
 @cache
 def print_machine() -> None:
-    """Prints `machine()` once per process."""
     print(machine(), flush=True)
 
 

@@ -196,7 +196,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     if (!mapped) return nullptr;
     windows->bases.push_back(mapped + there.offset);
   }
-  if (!exchange()) return nullptr;  // The barrier prevents that a rank frees memory that another rank still has to map.
+  if (!exchange()) return nullptr;  // Without this barrier, a rank could free memory that another rank still has to map.
   windows->arrived = size;
   return windows;
 }

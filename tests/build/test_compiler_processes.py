@@ -31,8 +31,6 @@ def test_a_compiler_that_does_not_start(empty_cache: Path, tmp_path: Path, monke
 
 
 class Hanging:
-    """A compiler that starts another process and does not end."""
-
     def __init__(self, folder: Path):
         self.path, self.started = folder / "hanging-c++", folder / "started"
         self.path.write_text(f"#!/bin/sh\nsleep 1000 & echo $$ $! >> {self.started}\nwait\n")

@@ -106,7 +106,6 @@ def test_compile_names_a_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @wraps(pipeline.PASSES[-1])
     def with_zeros(program: HostProgram, options: Options) -> HostProgram:
-        """A wrong pass that replaces gathered values by zeros."""
         return changed(program, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
 
     monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-1], with_zeros))

@@ -172,7 +172,6 @@ def test_accepted_mutants_are_correct_in_every_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dropped_fork_join_or_wait_is_wrong_in_some_schedule(name: str) -> None:
-    """The report of the check is therefore not a false alarm."""
     host = program(name, 3)
     inputs = arguments(host)
     want = interpret(host, inputs)

@@ -111,7 +111,6 @@ class Writer:
         return hw.reshard(t, *self.sharded(*t.shape)) if self.maybe(chance) else t
 
     def before(self, x: hw.Tensor, i: int, given: dict[str, hw.Tensor]) -> hw.Tensor:
-        """Returns the operand of the quantisation."""
         kind = self.draw.choice(["none", "none", "negative", "relu", "double", "rms_norm", "silu", "residual"])
         self.is_rounded |= kind in ("rms_norm", "silu")
         match kind:
@@ -263,7 +262,6 @@ def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_compiled_programs(seed: int) -> None:
-    """Tests the C++ of quantisation, of kernels for few rows, and of epilogues."""
     writer = Writer(seed)
     fusion, host = lowered(writer, options(seed))
     given, program = writer.arrays(seed), hw.compile(fusion, options=options(seed))

@@ -162,7 +162,6 @@ def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None
 
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
 def test_uneven_sizes_need_no_second_communication(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
-    """One communication handles both even and uneven sizes."""
     host = lowered(of, mesh)
     assert not any(isinstance(i, ir.If) for i in tree.walk(host.body))
     moved = Counter(name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in tree.names(i, "write"))

@@ -93,7 +93,6 @@ def test_no_composed_name_collides() -> None:
 
 
 def test_two_meshes_over_the_same_ranks() -> None:
-    """The second mesh has other axes, or the axes or the ranks in another order."""
     world = hw.Mesh(x=4)
     square, turned, line = world.ranks(range(4), u=2, v=2), world.ranks(range(4), v=2, u=2), world.ranks([3, 1, 2, 0], u=4)
 

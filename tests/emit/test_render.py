@@ -26,7 +26,6 @@ def test_equal_programs_give_the_same_bytes() -> None:
 
 
 def _kinds(base: type[Instruction]) -> list[type[Instruction]]:
-    """Leaf subclasses of a class."""
     return [kind for below in base.__subclasses__() for kind in _kinds(below)] or [base]
 
 

@@ -65,7 +65,6 @@ FUSIONS["start"] = Fusion.parse(STARTS)
 
 
 def gradients() -> str:
-    """Returns a fusion with the gradients of queries, keys, values and a bias."""
     masked, rows, given = "scale=0.5, bias=true", "f32[2, H, S, 8]", "%q, %k, %v, %o, %g, %lse, %bias"
     return f"""fusion @g(%q: {rows}, %k: f32[2, H, T, 8], %v: f32[2, H, T, 8], %g: {rows}, %bias: f32[H, S, T]) mesh(x=2) {{
   %o: {rows} = attention(%q, %k, %v, %bias, {masked})
@@ -279,7 +278,6 @@ STEPS = {  # Steps of reshards, on a mesh of 2 x 2.
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_step_of_a_reshard_keeps_the_values(kind: str) -> None:
-    """A program with only this step has the results of the fusion, at even and uneven sizes."""
     dim, body = STEPS[kind]
     fusion = Fusion.parse(f"fusion @f(%x: f32[{dim}, K]) mesh(x=2, y=2) {{\n{body}\nreturn %y\n}}\n")
     made = stages(fusion, Options())

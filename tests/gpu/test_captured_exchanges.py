@@ -46,8 +46,6 @@ def of_name(name: str, transport: str, ranks: int, graph: str | None = None) -> 
 
 
 class Arrays:
-    """Arrays of one rank for a program. Tests change the values of the arrays."""
-
     def __init__(self, fusion: Fusion, rank: int, times: int, empty: Callable[..., Any]):
         self.fusion, self.rank, self.sizes = fusion, rank, sizes_of(fusion, times)
         self.given = [torch.from_dlpack(empty(block.shape, v.type.dtype, "cuda")) for v, block in self.blocks(seed=0)]

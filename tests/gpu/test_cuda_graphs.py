@@ -363,8 +363,6 @@ def test_in_a_graph_of_torch() -> None:
 
 @pytest.mark.parametrize("ranks", [ranks for ranks in SEVERAL if ranks > 1])
 def test_puts_in_a_graph(ranks: int) -> None:
-    """Launches of a graph and calls between them use the same signals."""
-
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.matmul(x, w).stream("T", chunks=ranks, algorithm="put")
@@ -508,7 +506,6 @@ def test_a_query_on_another_thread_does_not_end_a_capture() -> None:
 
 
 def test_in_graphs_of_torch_on_two_processes(built_here: Mapping[str, str]) -> None:
-    """Replays a torch graph in two processes with one GPU each, which torchrun starts."""
     ranks = 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     done = subprocess.run(command, env=dict(built_here), capture_output=True, text=True, timeout=300)

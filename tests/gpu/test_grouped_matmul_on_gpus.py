@@ -68,7 +68,6 @@ def test_every_routing(dtype: hw.DType) -> None:
 
 
 def _in_groups(torch: Any, ends: list[int], x: Any, w: Any, v: Any, dy: Any) -> list[Any]:
-    """Expected results of `program`, in float64."""
     (t, k), (experts, _, n) = x.shape, w.shape
     made = [torch.zeros(shape, dtype=torch.float64, device="cuda") for shape in ((t, n), (t, n), (experts, k, n))]
     for e, (start, end) in enumerate(pairwise([0, *ends])):

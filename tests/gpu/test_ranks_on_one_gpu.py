@@ -30,7 +30,6 @@ NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put")
 
 
 def compare(fusion: Fusion, group: Group) -> None:
-    """Compares the calls of one rank, and replays of their graph, with the reference."""
     import torch
 
     torch.cuda.set_device(0)

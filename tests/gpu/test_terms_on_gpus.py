@@ -41,8 +41,6 @@ def integers(*shape: int, seed: int) -> Any:
 
 
 class Rank:
-    """Arrays of one rank, and the expected outputs."""
-
     def __init__(self, rank: int, rows: int, width: int, dtype: hw.DType = hw.bf16):
         self.rank, self.shape, self.dtype = rank, (rows, width), getattr(torch, DTYPES[dtype])
         self.x = torch.zeros(rows, width, device=f"cuda:{rank}", dtype=self.dtype)
@@ -162,8 +160,6 @@ def exchanging(dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program
 
 
 class RowsOf:
-    """Arrays of one rank for `exchanging`, and the expected outputs."""
-
     def __init__(self, rank: int, columns: int, dtype: hw.DType = hw.bf16):
         self.rank, self.columns, self.dtype = rank, columns, getattr(torch, DTYPES[dtype])
         self.x = torch.zeros(ROWS, columns, device=f"cuda:{rank}", dtype=self.dtype)

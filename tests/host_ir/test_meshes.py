@@ -191,7 +191,6 @@ def test_the_verifier_looks_at_meshes() -> None:
 
 
 def test_local_sizes_on_meshes_of_some_ranks() -> None:
-    """The text of a local size includes its mesh, and can be parsed."""
     lines = {
         "local(M, x on ranks 1, 3)": hw.f32["M@x"].on(LINE.ranks([1, 3])),
         "local(M, x on ranks 1..4)": hw.f32["M@x"].on(LINE.ranks([1, 2, 3])),

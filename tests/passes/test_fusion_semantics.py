@@ -40,7 +40,6 @@ def lowered(fusion: Fusion) -> Fusion:
 
 
 def run_ranks(fusion: Fusion, arrays: dict[str, Array]) -> list[list[Array]]:
-    """Executes a fusion. Returns one local array per rank for every output."""
     mesh = fusion.mesh
     sizes = bind_sizes(fusion.name, mesh, {v.name: v.type for v in fusion.inputs}, {name: a.shape for name, a in arrays.items()})
     local = {v.name: [v.type.shard(arrays[v.name], rank, mesh) for rank in range(mesh.size)] for v in fusion.inputs}

@@ -88,7 +88,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 
 
 def test_a_call_joins_no_loop() -> None:
-    """This holds even if the call is the only op that uses a streamed communication."""
+    """The call may be the only op that uses a streamed communication."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -270,7 +270,6 @@ fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
 
 
 def test_a_block_takes_contiguous_arguments() -> None:
-    """A non-contiguous argument is copied once for all calls."""
     text = """\
 function @layer(%w: f32[E, F]) {
   %y: f32[E, F] = negative(%w)
@@ -315,7 +314,6 @@ function @layer(%x: f32[M@x, E]) {
     ],
 )
 def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None:
-    """The result of a call is copied if it is a non-contiguous part of another buffer."""
     text = f"{LAYER}fusion @f(%x: f32[M@x, E]) mesh(x=2) {{\n  %h: f32[M, E] = call @layer(%x)\n  {ops}\n  return %y\n}}\n"
     host = body_of(stages(text)["lower_to_host"], "host")
     assert host == ["%h = allocate f32[local(M, x), E]", "call @layer %x -> %h", *expected]

@@ -34,8 +34,6 @@ REFUSED = (
 
 
 class Case:
-    """Mesh, sizes, inputs and masks of one program."""
-
     def __init__(self, seed: int):
         self.random = random = Random(seed)
         self.mesh = hw.Mesh(**random.choice(MESHES))

@@ -52,7 +52,6 @@ def _product(g: Generator, t: hw.Tensor) -> hw.Tensor:
 
 
 def _routed(g: Generator, t: hw.Tensor) -> hw.Tensor:
-    """Sends rows to experts, and back."""
     x = _small(g, hw.reshape(t, t.shape[0], -1), FLOATS)
     experts = g.mesh.size * g.random.choice([1, 2])
     ids = hw.expand_dims(hw.iota(x, 0) % experts, 1)

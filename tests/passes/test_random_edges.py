@@ -64,7 +64,6 @@ class Edges(Donating):
         self.meshes = [self.mesh, self.on_all_ranks("u"), self.on_all_ranks("v")]
 
     def on_all_ranks(self, axis: str) -> Mesh:
-        """Another mesh of all ranks, in a different order."""
         return self.mesh.ranks(self.random.sample(range(self.mesh.size), self.mesh.size), **{axis: self.mesh.size})
 
     def fusion(self) -> Fusion:

@@ -226,7 +226,6 @@ def regroups_right(seed: int) -> bool:
     factors = [size for _, size in generator.mesh.axes for _ in range(random.randint(1, 2))] + ["K"] * random.randint(0, 1) + [2]
 
     def grouped(rest: list[Any]) -> list[Any]:
-        """Groups consecutive factors randomly into dims."""
         dims = []
         while rest:
             count = random.randint(1, len(rest))

@@ -28,8 +28,6 @@ TRANSPORTS = ("auto", "two_sided", "peer", "one_sided")
 
 
 class Repeats(Donating):
-    """Generates programs with sequences of calls."""
-
     def __init__(self, seed: int):
         super().__init__(seed)
         self.seed, self.has_zigzag = seed, False

@@ -27,8 +27,6 @@ SIZES = {"B": 3, "C": 5, "S": 9, "T": 13, "U": 70, "V": 300}
 
 
 def attention(ranks: int, t: DType) -> Fusion:
-    """Attention with sharded heads, sequences and rows."""
-
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
         q=t["B", f"{4 * ranks}@x", "S", 16],
@@ -82,8 +80,6 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def decode(ranks: int, t: DType) -> Fusion:
-    """Attention to a partially filled cache, with sharded batch, rows and heads."""
-
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
         q=t["B@x", 4, 1, 16],

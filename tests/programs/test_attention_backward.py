@@ -20,8 +20,6 @@ SIZES = {"B": 3, "C": 3, "S": 9, "T": 13, "U": 70, "V": 300}
 
 
 def gradients(ranks: int, t: DType) -> Fusion:
-    """Gradients of attention with sharded heads, batches and rows."""
-
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
         **grouped(ranks, t),

@@ -57,7 +57,6 @@ DONATED = {"rows": "new_rows", "heads": "new_heads", "kept": "new_kept", "layer_
 
 @hw.block(donate=("held",), row=hw.f32["T", "D"], held=hw.f32["S", "D"], position=hw.i64[1])
 def layer(row, held, position):  # type: ignore[no-untyped-def]
-    """A layer that updates its cache, and then reads the whole cache."""
     held = hw.dynamic_update_slice(held, row, (position, 0))
     return row + hw.sum(held, axis=0, keepdims=True), held
 

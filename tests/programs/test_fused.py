@@ -58,8 +58,6 @@ def columns(ranks: int, t: DType) -> Fusion:
 
 
 def in_loops(ranks: int, t: DType) -> Fusion:
-    """Kernels on chunks of chunk loops, with and without communication."""
-
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "K@x"], w=t["K@x", "N"], b=t["N"], r=t["M", "N"])
     def in_loops(x, w, b, r):  # type: ignore[no-untyped-def]
         h = hw.reshard(hw.matmul(x, w), "M@x", "N")
@@ -72,8 +70,6 @@ def in_loops(ranks: int, t: DType) -> Fusion:
 
 
 def attention(ranks: int, t: DType) -> Fusion:
-    """Attention with sharded heads, and attention with two query heads per key head."""
-
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
         q=t["B", f"{4 * ranks}@x", "S", 8],

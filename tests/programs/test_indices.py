@@ -201,8 +201,6 @@ def put_along(x: Array, places: Array) -> Array:
 
 
 class Values:
-    """Tensors or arrays by name."""
-
     def __init__(self, values: dict[str, Any]):
         self.__dict__.update(values)
 

@@ -59,7 +59,7 @@ def test_memory_does_not_grow_from_call_to_call() -> None:
 
 
 def test_a_second_call_allocates_nothing() -> None:
-    """This also holds for a call with other sizes, if the memory is large enough."""
+    """A call with other sizes also allocates nothing, if the memory is large enough."""
     fusion = PROGRAMS[2](2, hw.f32)
     program = compiled(fusion)
     large, small = ({"S": size, "E": 16, "F": 32} for size in (24, 8))
@@ -95,7 +95,7 @@ def held_by_rank(type: hw.TensorType, sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks: int) -> None:
-    """Buffers share memory as planned. All memory is filled with NaN before every call."""
+    """All memory is filled with NaN before every call."""
     fusion = make(ranks, hw.f32)
     arrays = {name: array / 4 for name, array in random_arrays(fusion, {"S": 12, "E": 16, "F": 24}, seed=0).items()}
     (want,) = run_reference(fusion, {name: array.astype(np.float64) for name, array in arrays.items()})
@@ -140,7 +140,6 @@ host @shared(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh(x=1) streams(
 
 
 def without(line: str) -> HostProgram:
-    """Removes this line, which is a record or a wait."""
     return HostProgram.parse(SHARED.replace(f"    {line}\n", "").replace(f"  {line}\n", ""))
 
 
@@ -167,7 +166,6 @@ def test_shared_memory_is_shared() -> None:
     ],
 )
 def test_a_dropped_dependency_of_shared_memory_is_found(line: str, message: str) -> None:
-    """The check, and the CPU device in every schedule, detect the missing dependency."""
     mutant = without(line)
     with pytest.raises(ProgramError) as caught:
         check(mutant)

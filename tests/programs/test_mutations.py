@@ -33,7 +33,6 @@ TURNS = "channels_idle"  # Name of the event that orders channels. Without this 
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
-    """Yields programs without one synchronisation, and descriptions."""
     parts = bodies(host)
     found = [(at, i) for at, part in enumerate(parts) for i in tree.walk(part.body) if isinstance(i, SYNCHRONISATION)]
     for number, (at, dropped) in enumerate(found):

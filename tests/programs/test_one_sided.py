@@ -148,7 +148,6 @@ def test_sums_alone_are_put() -> None:
 
 
 def test_reference() -> None:
-    """A program with puts has the same reference as the program without puts."""
     one, other = (fusion_of(name, 2, 3, hw.bf16) for name in ("ag_matmul_put", "ag_matmul_flat"))
     arrays = integer_arrays(one, sizes_of(one), 0)
     np.testing.assert_array_equal(run_reference(one, arrays)[0], run_reference(other, arrays)[0])

@@ -191,7 +191,6 @@ def local(rank: int) -> list[Array | None]:
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
-    """For each rank, the result of `function(rank)`, or the message of its error."""
     provider = hw.Threads(4)
 
     def call(rank: int) -> Any:

@@ -157,7 +157,6 @@ LOOPED = ("tensor", "row", "blocks")
 
 
 def loops(ranks: int, split: str, streamed: Any) -> Fusion:
-    """Matmuls with each granularity of scales and a sharded dim."""
     types: dict[str, hw.TensorType] = {}
     for kind in LOOPED:
         of_a, of_b = scales_of(kind, 48, K, N)
@@ -227,8 +226,6 @@ def test_sums_in_loops(algorithm: str, ranks: int) -> None:
 
 
 def test_the_compiler_chooses_a_loop() -> None:
-    """The compiler pipelines the gather of 8-bit values and their scales with the matmuls."""
-
     @hw.fusion(mesh=hw.Mesh(x=8), a=hw.f8e4m3["M@x", 8192], w=hw.f8e4m3["7168@x", 8192], s=hw.f32["M@x", 1], t=hw.f32[1, "7168@x"])
     def layer(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
         return hw.scaled_matmul(a, w.T, s, t)

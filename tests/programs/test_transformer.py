@@ -194,7 +194,6 @@ def test_communications_of_a_backward_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if base(name) in ("mlp", "swiglu")])
 def test_layers_have_no_copies(name: str) -> None:
-    """If shards are even, each value is computed in the memory that its consumer reads."""
     host = lowered(programs(VARIANTS[2])[name])
     assert not [i for i in tree.walk(host.body) if isinstance(i, ir.Copy)]
 

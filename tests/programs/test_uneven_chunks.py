@@ -66,8 +66,6 @@ def summed(ranks: int, rows: int | str, chunks: int, algorithm: str | None = Non
 
 
 def columns(ranks: int, rows: int | str, chunks: int, algorithm: str | None = None) -> Fusion:
-    """A gather of the columns of a matmul, and a gather of strided slices."""
-
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f64[2, 4], w=hw.f64[4, f"{rows}@x"], v=hw.f64[3, f"{rows}@x", 2])
     def f(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:
         return (x @ hw.reshard(w, 4, rows)).stream(1, chunks=chunks), hw.reshard(v, 3, rows, 2).stream(1, chunks=chunks) * 2
@@ -83,7 +81,6 @@ def arrays_of(fusion: Fusion, **sizes: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("ranks", "rows", "transport"), CASES)
 def test_every_algorithm(ranks: int, rows: int, transport: str) -> None:
-    """The check accepts the program, and the results of each rank equal NumPy's."""
     options, tried = hw.Options(transport=transport), 0
     for chunks in (2, 3, 2 * ranks, *([4 * ranks] if ranks < 8 else [])):  # 32 chunks on 8 ranks would take as long as all other cases.
         made: list[Fusion] = [summed(ranks, rows, chunks), columns(ranks, rows * ranks, chunks)]

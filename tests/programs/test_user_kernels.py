@@ -111,8 +111,6 @@ def test_on_one_rank_nothing_is_communicated(transport: str) -> None:
 
 
 def test_blocks_share_sources() -> None:
-    """A block and the program launch the same function on tensors of different types."""
-
     @hw.block(x=hw.bf16["N"])
     def inner(x):  # type: ignore[no-untyped-def]
         return hw.kernel(TWICE, "twice", "N", [x, hw.bf16["N"], "N"], per=128, block=128, cpu=TWICE_ON_CPU)

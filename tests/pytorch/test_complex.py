@@ -31,8 +31,6 @@ class Rotary(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """Every kind of Fourier transform, and arithmetic on the results."""
-
     def forward(self, x: Any) -> Any:
         a = torch.fft.rfft(x, norm="ortho")
         b = torch.fft.fft2(x) / (2 + 1j) + torch.exp(1j * x)
@@ -44,8 +42,6 @@ X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
 
 
 class Attention(nn.Module):
-    """Causal attention whose queries are rotated, with or without a window."""
-
     def __init__(self, has_window: bool) -> None:
         super().__init__()
         self.rotary, self.has_window = Rotary(), has_window
@@ -95,8 +91,6 @@ def test_rotary_and_transforms(ranks: int) -> None:
 @pytest.mark.extra
 def test_gradients_through_complex_numbers() -> None:
     class Filtered(Rotary):
-        """A rotation, followed by a filter in the frequency domain."""
-
         def forward(self, x: Any) -> Any:
             turned = super().forward(x)
             return torch.fft.irfft(torch.fft.rfft(turned) * (1 + 2j), n=turned.shape[-1])

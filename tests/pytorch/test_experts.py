@@ -75,7 +75,6 @@ def test_inference(name: str, kind: str, ranks: int) -> None:
 
 @pytest.mark.parametrize(("name", "kind", "ranks"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_training(name: str, kind: str, ranks: int) -> None:
-    """Compares the loss and all gradients of a step."""
     module, other = model_of(name).train(), model_of(name).train()
     ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}

@@ -28,8 +28,6 @@ WEIGHT = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.7])
 
 
 class Then(nn.Module):
-    """A linear layer, followed by a function."""
-
     def __init__(self, function: Callable[[Any], Any], out: int = DIM):
         super().__init__()
         self.function, self.linear = function, nn.Linear(DIM, out)

@@ -83,7 +83,6 @@ def compiled(module: nn.Module, optimizer: Any, ranks: int = 2, **options: Any) 
 
 
 def expect_steps(make: Make, ranks: int, tolerance: float = 1e-4, schedule: Any = None, calls: int = 1, **options: Any) -> Any:
-    """Compares losses, parameters and states of six steps with torch's."""
     torch.manual_seed(0)
     module = Mlp(bias="Muon" not in type(make([nn.Parameter(torch.ones(2, 2))])).__name__)
     want = copy.deepcopy(module)

@@ -24,8 +24,6 @@ BATCH, DIM, HEADS = 2, 16, 4
 
 
 class Attention(nn.Module):
-    """Self-attention, or cross-attention if another sequence is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(DIM, DIM) for _ in range(4))

@@ -142,7 +142,6 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def expect_steps(name: str, schedule: str, mesh: hw.Mesh, clip: float | None, in_threads: bool) -> None:
-    """Compares losses, norms, parameters and states of optimizer steps in a pipeline with torch's."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(2)))
     want, loss = copy.deepcopy(model), nn.functional.mse_loss

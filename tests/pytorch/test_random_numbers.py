@@ -194,8 +194,6 @@ def test_training_draws_the_same_numbers_in_its_backward_pass() -> None:
 
 
 class Dropping(nn.Module):
-    """A layer that is linear in its input, with two dropouts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 16, bias=False), nn.Dropout(0.4))

@@ -26,7 +26,6 @@ PLAN = {"up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
 
 @torch.library.custom_op("regions::turned", mutates_args=())  # type: ignore[untyped-decorator]
 def turned(x: torch.Tensor) -> torch.Tensor:
-    """An op that is not supported."""
     return torch.from_numpy(x.numpy()[::-1].copy())
 
 

@@ -200,8 +200,6 @@ def test_structure_hooks_modes_and_calls_are_compared() -> None:
 
 
 class State:
-    """One layer of a cache."""
-
     def __init__(self, rows: int = 3):
         self.rows: Any = torch.zeros(rows, 4)
         self.calls = 0

@@ -31,7 +31,6 @@ everywhere = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks
 
 
 def printed(place: str, ranks: int, *command: str | Path) -> list[str]:
-    """Lines that a Python command prints."""
     if place == "cuda" and len(gpus()) < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if place == "cpu" else {})

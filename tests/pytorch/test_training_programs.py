@@ -159,8 +159,6 @@ def test_attentions_with_one_mask_share_a_bias() -> None:
 
 
 class Stack(nn.Module):
-    """Four layers. Three of them are equal."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(16, 16)

@@ -132,7 +132,6 @@ def test_torch_tensors_without_memory() -> None:
 
 
 def distributed(kind: Any, local: Any) -> Any:
-    """A DTensor on a mesh of one process."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -129,7 +129,6 @@ def test_a_wrong_block_on_one_rank() -> None:
 
 
 def test_threads_share_a_bound_program() -> None:
-    """Several threads run a bound program of global arrays at the same time."""
     bound = PROGRAMS[2].bind(w=W, b=B)
     results: list[np.ndarray] = []
     threads = [threading.Thread(target=lambda: results.append(bound.run(X))) for _ in range(3)]

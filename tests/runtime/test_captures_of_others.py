@@ -224,7 +224,7 @@ def test_a_launch_by_the_application_names_its_line() -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
 def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None:
-    """This holds even if nobody read the progress while earlier calls ended."""
+    """Nobody may have read the progress while earlier calls ended."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -253,7 +253,7 @@ def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None
 
 
 def test_a_rank_that_does_not_launch() -> None:
-    """The other ranks raise the same error as for a call that is late."""
+    """The error equals the error of a late call."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays, done = arrays_of(8), threading.Event()
 
@@ -276,7 +276,7 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def test_a_launch_that_fails() -> None:
-    """All ranks raise the same error as for a call."""
+    """All ranks raise the error of a failed call."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), ids=hw.i64["T"], table=hw.f32["V@x", "E"])
     def looked_up(ids: hw.Tensor, table: hw.Tensor) -> hw.Tensor:

@@ -56,8 +56,6 @@ def report_of(how: Callable[[hw.Program], Any], program: hw.Program) -> str:
 
 
 class Device:
-    """Counters of the CPU device, and injection of failing calls."""
-
     def __init__(self) -> None:
         self.library = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 

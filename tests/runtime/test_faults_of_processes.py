@@ -164,8 +164,6 @@ class Stopped(MemoryStore):
 
 
 class Silent(MemoryStore):
-    """A store that stops answering."""
-
     def __init__(self) -> None:
         super().__init__()
         self.is_silent, self.was_asked = False, False

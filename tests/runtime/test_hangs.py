@@ -115,7 +115,6 @@ class Processes:
             process.communicate()
 
     def said(self, rank: int) -> tuple[str, str]:
-        """Waits until the rank has ended, and returns its output on stdout and on stderr."""
         return self.processes[rank].communicate(timeout=120)
 
 

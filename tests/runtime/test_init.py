@@ -405,8 +405,6 @@ def test_an_error_in_a_librarys_stream_is_not_the_callers() -> None:
 
 
 class UniqueId(ctypes.Structure):
-    """ncclUniqueId."""
-
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 

@@ -32,8 +32,6 @@ ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs w
 
 @dataclass(frozen=True)
 class Place:
-    """Target, programs and numbers of ranks of a test."""
-
     target: str
     programs: str
     ranks: int  # number of ranks that run the programs
@@ -60,7 +58,6 @@ everywhere = pytest.mark.parametrize("place", PLACES)
 
 @pytest.fixture(autouse=True)
 def built(place: Place) -> None:
-    """Builds the programs of the processes into the cache."""
     build(program_of(name, ranks, place.target)[1] for name in (ENDLESS, SIGNALLED) for ranks in (place.killed, place.killed - 1))
 
 

@@ -32,7 +32,6 @@ def arrays(rows: int = 3) -> tuple[Any, Any, Any]:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Records the names of inputs that are checked."""
     group = hw.init()
     names: list[str] = []
     accept = checked_call.accept

@@ -123,7 +123,6 @@ def test_threads_wait_concurrently(store: Store) -> None:
 
 
 def test_a_closed_store_has_no_connection(server: TcpServer) -> None:
-    """A connection is closed even if a thread is waiting on it."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     with soon(store.get, "late", 10):
         while "late" not in server.waiting:

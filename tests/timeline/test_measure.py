@@ -101,8 +101,6 @@ def of_each_kind() -> dict[str, Fusion]:
 
 
 def layers() -> Fusion:
-    """Program that calls a function in a loop."""
-
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.relu(hw.matmul(x, w))

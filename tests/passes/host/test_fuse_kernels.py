@@ -436,8 +436,6 @@ def test_indices_that_are_divided_by_a_constant_are_not_stored() -> None:
 
 
 def test_an_op_of_two_fused_kernels_is_computed_once() -> None:
-    """Two kernels each contain the cast of c."""
-
     def both(x: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
         wide = hw.astype(c, hw.f32)
         return hw.exp(x + wide) * (x - wide)

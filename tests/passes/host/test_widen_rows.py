@@ -56,8 +56,6 @@ def test_small_matmuls_unknown_sizes_and_f32_stay() -> None:
 
 
 def test_a_copy_that_takes_longer_is_not_made() -> None:
-    """The rows of an input are copied only if the matmul saves more time."""
-
     def product(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return x @ w
 

@@ -57,7 +57,6 @@ LOOPS = {
 
 
 def names_of(flow: Dataflow) -> list[list[str]]:
-    """Names of the values of each loop, and the name of each value outside of loops."""
     return [[op.result.name for op in (item.ops if isinstance(item, ChunkLoop) else (item,))] for item in flow.fusion.body]
 
 
