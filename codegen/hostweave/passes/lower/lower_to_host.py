@@ -61,7 +61,7 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     channels: dict[str, ir.Channel] = {}
     windows = _in_windows(fusion, frozenset(options.windows))
     bodies = [_Lowering(Dataflow(body, uneven), options, channels, windows[body.name]) for body in (*fusion.functions, fusion)]
-    streams = max(body.most_streams() for body in bodies)
+    streams = max((body.streams_of(item) for body in bodies for item in body.flow.fusion.body if isinstance(item, ChunkLoop)), default=1)
     parts: dict[str, ir.HostProgram] = {}
     for body in bodies:
         part = with_reached(body.program(streams), parts)
@@ -97,9 +97,6 @@ class _Lowering:
         self.scaled = ScaledMatmuls(self.kernels, self.b)
         self.repeats = RepeatLowering(flow, self.buffers, self.b)
         self.lowering: Lowering | None = None  # communication of the current loop
-
-    def most_streams(self) -> int:
-        return max((self.streams_of(item) for item in self.flow.fusion.body if isinstance(item, ChunkLoop)), default=1)
 
     def streams_of(self, loop: ChunkLoop) -> int:
         count, op = loop.steps, loop.communication

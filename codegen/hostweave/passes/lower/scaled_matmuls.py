@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from hostweave.communication.algorithm import Lowering
-from hostweave.communication.packing import branch, packed_destination, per_step
+from hostweave.communication.packing import branch, contiguous_source, packed_destination, per_step
 from hostweave.communication.steps import LoopSteps, expr_of
 from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import Op, Value
@@ -175,13 +175,10 @@ class ScaledMatmuls:
         split = tuple(
             part for size, count in zip(type.shape, blocks, strict=True) for part in (count, ONE if size == count else Size(BLOCK))
         )
-        factor = self.b.reshape(self.by_rows_of(scale, steps), (blocks[0], ONE, blocks[1], ONE), f"{scale}_of_blocks")
+        factor = self.b.reshape(contiguous_source(self.b, scale, steps), (blocks[0], ONE, blocks[1], ONE), f"{scale}_of_blocks")
         source, result = (self.b.reshape(each, split, f"{each}_blocks") for each in (name, memory))
         self.launch(op, source, (factor,), f32, result)
         return memory
-
-    def by_rows_of(self, scale: str, steps: LoopSteps | None) -> str:
-        return scale if self.b.is_contiguous(scale) else self.copied(scale, per_step(self.b, f"{scale}_packed", self.b.types[scale], steps))
 
     def launch(self, op: Op, source: str, factors: Sequence[str], dtype: DType, target: str) -> None:
         """Emits the launch of a kernel that multiplies a buffer by factors. The kernel computes in `dtype`, and rounds the result once."""
