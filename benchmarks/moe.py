@@ -287,8 +287,8 @@ REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
 
 
 def _bounds(rank: int, ranks: int) -> Iterator[Calls]:
-    """Yields calls: each product of the layer alone, all six products one after another, a copy of the bytes of the layer's other kernels,
-    and the layer, forward and backward."""
+    """Yields calls. The first calls are each product of the layer alone, and all six products one after another. Then follow a copy of the
+    bytes of the layer's other kernels, and the layer, forward and backward."""
     import torch
 
     group = hw.init()

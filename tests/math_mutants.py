@@ -153,8 +153,8 @@ RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_at
 
 
 def of_instructions(host: HostProgram) -> Iterator[Mutant]:
-    """Yields mutants in which one instruction is changed, reads another buffer or is missing, or in which two instructions have swapped
-    operands."""
+    """Yields mutants in which one instruction is missing, is changed, or reads another buffer. Also yields mutants in which two
+    instructions have swapped operands."""
     parts = bodies(host)
     for at, part in enumerate(parts):
         types = ir.buffer_types(part)

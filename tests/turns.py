@@ -27,7 +27,7 @@ def with_others() -> Iterator[None]:
             _take(lock, fcntl.LOCK_SH)
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # It does not suffice to close the file, because forked processes have it open.
+            fcntl.flock(lock, fcntl.LOCK_UN)  # Closing the file does not suffice, because forked processes also have the file open.
             del os.environ[HELD]
             _locks.clear()
 

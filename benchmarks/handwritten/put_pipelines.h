@@ -251,8 +251,8 @@ std::pair<double, double> measure(Gpu& gpu, const Call& call) {  // milliseconds
 }
 
 // Checks the variant if the case has a result. If the check passes, measures the variant. Rank 0 prints the time or the error.
-// `call` repeats the case `calls` times. The check runs twice, because some errors appear only in the second replay of a graph,
-// for example if waits accept signals of the first replay.
+// `call` repeats the case `calls` times. The check runs twice, because some errors appear only in the second replay of a graph.
+// An example is a wait that accepts a signal of the first replay.
 void run(Gpu& gpu, const Case& c, const std::string& variant, const Call& call, int calls = 1) {
   double error = 0;
   for (int check = 0; check < 2 && c.result && error < kTolerance; ++check) error = error_of(gpu, c, call);

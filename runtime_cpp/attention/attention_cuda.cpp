@@ -56,7 +56,7 @@ constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // packed head sizes: mu
 
 // True for packed problems that cuDNN was observed to compute correctly. The gradient of the queries is wrong unless the head
 // size is a multiple of 16. Heads of size 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless the
-// elements of a token are contiguous, because cuDNN multiplies the offsets of one head by the number of heads in the group.
+// elements of a token are contiguous: cuDNN multiplies the offsets of one head by the number of heads in the group.
 bool packs(const AttentionProblem& p) {
   if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;

@@ -14,7 +14,7 @@ namespace hw {
 inline Dims dims_of(const Heads& x) { return {x.batch, x.heads, x.rows, x.size}; }
 constexpr int64_t kStep = kAlignment / 2;  // kAlignment in 16-bit elements
 
-// cuDNN requires a multiple of kStep even as the stride of a dim of size 1, where any stride is valid.
+// A dim of size 1 may have any stride, but cuDNN requires a multiple of kStep.
 inline Dims strides_of(const Heads& x) {
   const auto stride_of = [&](int64_t count, int64_t stride) { return count == 1 && stride % kStep ? x.size : stride; };
   return {stride_of(x.batch, x.batch_stride), stride_of(x.heads, x.head_stride), stride_of(x.rows, x.row_stride), 1};

@@ -241,7 +241,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t gra
 
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 
-// The ops of a launch have the dependencies of the captured calls. They run after the previous launch of the graph.
+// The ops of a launch have the dependencies of the captured calls. The ops run after the previous launch of the graph.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   Call call;
   Machine& machine = Machine::get();

@@ -319,8 +319,8 @@ void Machine::begin(Stream& stream, Op& op) {
     const std::uint32_t epoch = stream.clock.tick(stream.lane);
     if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
       const bool ours = memory.find(conflict->range.begin) != nullptr;
-      // Accesses of two ranks to ordinary host memory are no conflict, because malloc may give the same memory first to one rank
-      // and then to the other.
+      // Accesses of two ranks to ordinary host memory are no conflict. malloc may give the same memory to one rank after the
+      // other.
       if (ours || conflict->earlier.name.device == stream.device) {
         fail(conflict_report(*conflict, op.name, conflict->range));
         return;
@@ -420,7 +420,7 @@ void Machine::end(Stream& stream, Op& op) {
     }
     op.clock = std::make_shared<Clock>(stream.clock);
   }
-  // Other ops may keep a Match alive. It must not refer to a destroyed stream.
+  // Other ops may keep a Match alive. A Match must not refer to a destroyed stream.
   for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
   for (const SignalTurn& turn : op.gives) {
     SignalCount& count = *turn.count;

@@ -1,4 +1,4 @@
-// cuBLASLt: descriptors, and the matmul as an op. The call of a matmul reads its descriptors and host scalars.
+// cuBLASLt: descriptors, and the matmul as an op. A call of cublasLtMatmul reads descriptors and host scalars at once.
 #include <algorithm>
 #include <array>
 #include <atomic>

@@ -32,7 +32,7 @@ int pattern_file() {  // in-memory file with 2 MiB of 0xff
   return file;
 }
 
-// Maps the pattern repeatedly, copy-on-write. A page uses memory only after it is written.
+// Maps the pattern repeatedly, copy-on-write. A page uses memory only after a write to the page.
 bool map_pattern(void* base, std::size_t bytes) {
   const int file = pattern_file();
   if (file < 0) return false;

@@ -78,8 +78,8 @@ def _as_tensor(array: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def without_ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables the background compilation of programs for ranges of sizes, because it takes time. Test files with `ranges` in their names
-    keep it."""
+    """Disables the background compilation of programs for ranges of sizes, because this compilation takes time. Test files with `ranges` in
+    their names are an exception."""
     if "ranges" not in request.node.path.name and "torch" in sys.modules:
         import hostweave.torch
 

@@ -73,7 +73,9 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
             mine = dict(zip(places, tensors, strict=True))
             first, args, kwargs = pytree.tree_unflatten([mine.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
-            with patch.object(torch, "manual_seed", _SEED):  # Entries with random numbers call manual_seed. Modules must not call it.
+            with patch.object(
+                torch, "manual_seed", _SEED
+            ):  # Entries with random numbers call manual_seed. Modules must not call manual_seed.
                 results = pytree.tree_leaves(op(first, *args, **kwargs))
             made = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
             if info.name in _ANY_OF_EQUALS:

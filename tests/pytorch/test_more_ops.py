@@ -123,8 +123,8 @@ class Each(nn.Module):
 
 
 def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], plan: dict[str, str], trained: int, inferred: int) -> None:
-    """Compares the result of each module on `trained` ranks and without gradients on `inferred` ranks, and the gradients of its parameters,
-    with torch's."""
+    """Compares results and gradients of parameters on `trained` ranks with torch's. Also compares results without gradients on `inferred`
+    ranks."""
     want = Each(list(modules.values()))
     own = copy.deepcopy(want)
     found = [want(*inputs), hostweave.torch.compile(own, hw.Mesh(tp=trained), plan, tuple(inputs), training=True)(*inputs)]

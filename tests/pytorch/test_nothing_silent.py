@@ -149,7 +149,7 @@ def test_a_module_that_changes_is_refused(change: Callable[[Any], Any], message:
 
 
 class Stateful(nn.Module):
-    """In each call, `forward` adds to one attribute. It sets another attribute to 0 first."""
+    """In each call, `forward` sets `part` to 0 first, and adds to `state`."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()

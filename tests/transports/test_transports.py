@@ -43,8 +43,8 @@ def test_a_transport_supports_its_declared_calls() -> None:
 
 @pytest.mark.parametrize("name", ["peer", "one_sided"])
 def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
-    """In NCCL 2.28 to 2.30.6, a collective on registered windows may read its input before the preceding kernel ends, if this kernel has a
-    programmatic launch."""
+    """In NCCL 2.28 to 2.30.6, a collective on registered windows may read its input too early: before a preceding kernel with a
+    programmatic launch ends."""
     assert not find_transport(name).carries & {"collective", "send", "recv"}
     program = HEAD.replace("mesh(x=2)", f"mesh(x=2) channels(x: x {name})") + "all_reduce sum %x -> %y on x\n}\n"
     with pytest.raises(ProgramError, match=f"channel x is {name}, which supports only get, signal, wait_signal"):

@@ -1,4 +1,4 @@
-"""Blocks of even and uneven shards. In a move between any two meshes, each rank receives each element that it needs exactly once."""
+"""Blocks of even and uneven shards. In a move between any two meshes, each rank receives each needed element exactly once."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Distribute a loop over 0..n over the threads of the grid, over the blocks of the grid, or over the threads of a block. Adjacent
-// threads get adjacent vectors of kWidth elements, so that accesses are coalesced. kWidth divides n.
+// Distribute a loop over 0..n: over the threads of the grid, the blocks of the grid, or the threads of a block. Adjacent threads
+// get adjacent vectors of kWidth elements, so that accesses are coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
   return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};

@@ -42,7 +42,7 @@ constexpr int64_t kMaxBlocks = 2147483647;
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough threads to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int kMostBlocks = 8;  // portable maximum cluster size
-// The whole grid sorts each row if all elements are sorted and (row length) / (number of rows) is at least this number.
+// The whole grid sorts each row if all elements are sorted, and (row length) / (number of rows) is at least this number.
 constexpr int64_t kOrderedByAll = 65536;
 
 // Number of multiprocessors of each GPU. A process uses GPUs of one kind.
@@ -105,9 +105,9 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
   return {smaller(ceil_div(rows, kTileRows<kBytes>) * ceil_div(columns, kTransposed), kMaxBlocks), kThreads};
 }
 
-// Grid of matmuls with few rows: one cluster per kProductColumns columns. The cluster size is the largest, up to kMostBlocks,
-// with which each block has enough terms and all blocks run at once. Clusters of more than two blocks cannot fill every GPC, so
-// fewer blocks run at once.
+// Grid of matmuls with few rows: one cluster per kProductColumns columns. The cluster has as many blocks as possible, up to
+// kMostBlocks. Each block must have enough terms, and all blocks must run at once. Clusters of more than two blocks cannot fill
+// every GPC, so fewer blocks run at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);

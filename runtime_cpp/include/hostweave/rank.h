@@ -62,7 +62,7 @@ class Rank {
   // Handle of a library that only some programs use; null until a program sets it.
   Handle& handle(const char* library);
   // The i-th stream of this name, made on first use and shared by all programs. The streams "comm", "puts" and "arrivals" only
-  // communicate. They have the highest priority.
+  // communicate. These streams have the highest priority.
   Stream stream(const char* name, int i);
 
   // True if new matmul plans measure algorithms and select the fastest.

@@ -272,7 +272,8 @@ def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
 
 
 def test_a_reduce_scatter_that_overlaps_with_products() -> None:
-    """With peer access, a reduce-scatter uses copy engines and a kernel that adds, if they delay concurrent ops less than NCCL does."""
+    """With peer access, copy engines and a kernel that adds can replace NCCL. The reduce-scatter uses them if they delay concurrent ops
+    less than NCCL does."""
     inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"
     ops = """%p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
         %dx: bf16[M@x, K] = reduce_scatter(%p, dim=0, axes=(x), reduction=sum)

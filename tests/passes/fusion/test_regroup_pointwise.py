@@ -84,7 +84,8 @@ def test_operands_that_are_broadcast() -> None:
 
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_other_kernels_at_the_present_shape(has_norm: bool) -> None:
-    """An op does not move across a reshape if another kernel reads its value, because the op could then not be fused with this kernel."""
+    """An op does not move across a reshape if another kernel reads its value. After the move, the op could not be fused with this
+    kernel."""
 
     def f(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
         h = hw.tanh(hw.reshape(hw.exp(x), 3, 4, 8))

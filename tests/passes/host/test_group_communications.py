@@ -176,8 +176,7 @@ def test_a_program_with_groups(ranks: int) -> None:
 
 
 def test_an_unpack_moves_behind_the_next_communication() -> None:
-    """An `unpack` of received data moves after the next communication. It stays if this communication reads or overwrites the unpacked
-    data."""
+    """An `unpack` of received data moves after the next communication, unless this communication reads or overwrites the unpacked data."""
     laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
     assert (
         grouped(host(f"{laid}all_reduce sum %b -> %q on x\nlaunch @negative_n %c -> %r"))
