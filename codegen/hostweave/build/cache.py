@@ -24,7 +24,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
-_SUMS = "SHA256SUMS"  # digests of an entry's files; the modification time is that of the last use
+_SUMS = "SHA256SUMS"  # digests of an entry's files; the file's modification time is that of the entry's last use
 _EVICTED = "evicted"  # file with the modification time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _MAX_PREFIX = 50  # characters of the readable prefix
@@ -114,7 +114,7 @@ def stamp_of(folder: Path) -> str:
     """Stamp that changes with every edit of a file below the folder. If a file was edited after this process began to import the package,
     the stamp is random, because the process may run old code."""
     files = [(path, os.stat(path)) for path in _files(folder)]
-    latest = time.time_ns() + _MAX_CLOCK_SKEW  # later times are from before the clock was set back
+    latest = time.time_ns() + _MAX_CLOCK_SKEW  # files with later times were written before the clock was set back
     is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
     return key_of(*stamps, os.urandom(16).hex() if is_edited else "")

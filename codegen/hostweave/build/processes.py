@@ -17,7 +17,7 @@ from hostweave.base.shortages import remedy_of
 T = TypeVar("T")
 
 _VARIABLE, _LIMIT = "HOSTWEAVE_COMPILER_TIMEOUT", "1800"
-_GUARD = "read -r _; kill -s KILL 0"  # kills the group when the input ends, also because this process is killed
+_GUARD = "read -r _; kill -s KILL 0"  # kills the group when the input ends, for example because this process was killed
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:

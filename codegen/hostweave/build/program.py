@@ -31,7 +31,7 @@ from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, requir
 SourceFiles = Mapping[str, str]  # path -> text
 
 _MODULE = "hostweave_program"  # NAME in PyInit_NAME
-_dlopen_flags = reset_after_fork(threading.Lock())  # dlopen flags are a setting of the whole interpreter
+_dlopen_flags = reset_after_fork(threading.Lock())  # held while dlopen flags are changed, because they apply to the whole interpreter
 
 
 def build(

@@ -45,8 +45,8 @@ class Toolchain:
     target: str
     compiler: Path
     include_folders: tuple[Path, ...]
-    libraries: tuple[Path, ...]  # besides libhostweave_<target>.so
-    kernel_compiler: KernelCompiler | None = None  # None: `compiler` compiles the kernels as C++
+    libraries: tuple[Path, ...]  # in addition to libhostweave_<target>.so
+    kernel_compiler: KernelCompiler | None = None  # if None, `compiler` compiles the kernels as C++
     together: tuple[str, ...] = ONLY_ENQUEUE  # files of a program that are compiled as one unit
 
     def compile(self, source: str, output: str) -> list[str]:
@@ -83,8 +83,8 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """A library of the runtime, which `make` builds at `path`. A cached library has a unique `soname`, by which the dynamic loader finds
-    it, because `load` loads it first."""
+    """A library of the runtime, which `make` builds at `path`. A cached library has a unique `soname`. The dynamic loader finds the library
+    by this name, because `load` loads the library first."""
 
     path: Path
     make: Callable[[], object]

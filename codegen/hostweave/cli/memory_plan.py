@@ -138,7 +138,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream, which has no workspace, unlike the streams of the program."""
+    """Matmuls on the caller's stream. This stream has no workspace; the streams of the program have one."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 
@@ -194,7 +194,8 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
-    """The program with numbered lines, and the offsets of its buffers. Other sizes are 4096, or the next value that divides as required."""
+    """The program with numbered lines, and the offsets of its buffers. Sizes that are not given are 4096, or the next larger size that
+    divides as required."""
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"
         raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")

@@ -75,7 +75,7 @@ def _sequential_additions(length: int) -> float:
     return min(length, sqrt(length * _MAX_SEQUENTIAL))
 
 
-@lru_cache(maxsize=1)  # for the other outputs of a program
+@lru_cache(maxsize=1)  # cached, because the outputs of a program share a fusion
 def with_partial_sums(fusion: Fusion) -> Fusion:
     """Adds shardings and partial sums to a fusion without calls."""
     options = Options()

@@ -199,8 +199,8 @@ class ChunkLoop:
 class Fusion:
     """A program, or a function of a program.
 
-    `donated` and `returned` are empty, or have one entry per result: the input whose memory the result reuses, or ""; and the parameter
-    group of the result, or None. `choices` are the compiler's choices for reshards.
+    `donated` and `returned` are empty, or have one entry per result. An entry of `donated` is the input whose memory the result reuses, or
+    "". An entry of `returned` is the parameter group of the result, or None. `choices` are the compiler's choices for reshards.
     """
 
     name: str

@@ -66,8 +66,8 @@ class GatheredKeys:
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
-    """Yields attention ops whose keys and values no op reads, except an attention_lse, which is the second of the pair, or None. Skips ops
-    with a window, blocks or optional operands."""
+    """Yields attention ops, each with the attention_lse of the same queries and keys, or None. Skips ops whose keys or values another op
+    reads, and ops with a window, blocks or optional operands."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:

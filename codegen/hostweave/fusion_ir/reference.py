@@ -21,8 +21,8 @@ Array = NDArray[Any]
 
 
 def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """Results for global arguments, of which each tensor of a parameter group is one. Floats are computed in float64, and rounded only
-    where the program casts."""
+    """Results for global arguments. Each tensor of a parameter group is a separate argument. Floats are computed in float64, and rounded
+    only where the program casts."""
     inputs = {value.name: value.type for value in fusion.arguments}
     for name, type in inputs.items():
         if name not in arrays:
@@ -90,8 +90,8 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """Results of a repeat: each result of the function, from the last call if carried and otherwise stacked; then, for each operand and
-    each result, the stack of its values if they are carried, otherwise None."""
+    """Results of a repeat. First, each result of the function: that of the last call if the result is carried, otherwise the stack over all
+    calls. Then, for each operand and each result: the stack of its values if it is carried, otherwise None."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

@@ -200,7 +200,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         done.add(type)
         share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
-            found += 1  # unique, because types cannot be compared
+            found += 1  # a unique number for the heap, because types cannot be compared
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
             total = moved + change.received(share, on)
             heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type, mesh), (*steps, change)))
@@ -211,8 +211,8 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
-    """Yields reductions of a partial value to one rank of each process group. The result has the target's type if the ranks and their
-    shards match, otherwise a mesh of the receiving ranks."""
+    """Yields reductions of a partial value to one rank of each process group. If the ranks and their shards match the target, the result
+    has the target's type. Otherwise its mesh has the receiving ranks."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)

@@ -296,7 +296,7 @@ def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], lev
         if fusion.donated.count(into) > 1 and into:
             raise ProgramError(f"{here}: two results are returned in %{into}; donate an input for each")
         given, wanted = types[name], types[into] if into else types[name]
-        if level < LEVELS.index("insert_reshards"):  # shardings are not final before
+        if level < LEVELS.index("insert_reshards"):  # before this level, shardings are not final
             given, wanted = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (given, wanted))
         if not given.fills(wanted):
             why = f"the result %{name} is {given}, but the donated input %{into} is {wanted}"

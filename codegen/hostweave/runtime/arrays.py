@@ -120,7 +120,7 @@ def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
     """Keys of arrays, some of which may be None. None if the key of an array is slow to compute."""
     try:
         states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
-    except (TypeError, RuntimeError):  # such as arrays without memory
+    except (TypeError, RuntimeError):  # for example, the array has no memory
         return None
     return None if None in states else states
 
@@ -285,7 +285,7 @@ class _Torch(ArrayLibrary):
         return bool(array.is_contiguous())
 
     def stream(self, device: int) -> int:
-        return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(device))  # current_stream creates an object
+        return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(device))  # current_stream would create an object
 
     def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
         if stream is None:

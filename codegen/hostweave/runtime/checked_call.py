@@ -228,8 +228,8 @@ class Arguments:
         return handle
 
     def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
-        """Shapes of the global inputs. None if the caller passes no sizes, unless some arguments exist only on some ranks and the ranks do
-        not exchange shapes."""
+        """Shapes of the global inputs. Computes them if the caller passes sizes, or if some arguments exist only on some ranks and the
+        ranks do not compare shapes. Otherwise None."""
         if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
             return None
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)

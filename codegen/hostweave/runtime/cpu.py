@@ -51,7 +51,7 @@ def seeded(
     seed selects the strategy, usually pct.
 
     With `ordered_launches`, operations of a communicator run in the order in which they were enqueued, even on different streams. With
-    `buffered_sends`, a send may complete before its recv starts. For None, the seed decides about these two. `check_dependencies`, on by
+    `buffered_sends`, a send may complete before its recv starts. If one of these two is None, the seed decides. `check_dependencies`, on by
     default, reports conflicting accesses that the program does not order, even if they do not collide in this run. Raises ArgumentError for
     an unknown picker.
 

@@ -88,8 +88,8 @@ def expect_running() -> None:
 
 
 def expect_own_devices() -> None:
-    """Raises ExecutionError in a forked process whose parent has run programs. To be called before any import: if another thread was
-    importing a module at the fork, an import of that module never ends in the child."""
+    """Raises ExecutionError in a forked process whose parent has run programs. Call this before any import: if another thread was importing
+    a module at the fork, an import of that module never ends in the child."""
     global _used
     if _forked:
         raise ExecutionError("programs cannot run in a forked process if they ran before the fork; use spawn")

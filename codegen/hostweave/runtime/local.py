@@ -53,8 +53,8 @@ class LocalProgram:
         family: object = None,
     ):
         """`module` builds and loads the native module at its first call. All variants of a program share the object `family`. `lacks` names
-        the library calls that this rank lacks, or is "". If it is not empty on a rank, `out_of_reach` is this text on all ranks, and no
-        channel is created."""
+        the library calls that this rank lacks, or is "". If `lacks` is not empty on a rank, `out_of_reach` is this text on all ranks, and
+        no channel is created."""
         group.expect_working()
         self.host, self.target, self._group = host, target, group
         self._verifies_calls = group.count > 1 and (group.in_process or options.verify_calls)

@@ -67,7 +67,7 @@ class MemoryStore:
 # --- over TCP ---------------------------------------------------------------------------------------------------------
 
 
-_GREETING = b"hostweave store 2 "  # then: nonce of the client; nonce and proof of the server; proof of the client
+_GREETING = b"hostweave store 2 "  # next come: nonce of the client; nonce and proof of the server; proof of the client
 _NONCE, _PROOF = 16, 32  # bytes of a nonce, and of a proof
 _WELCOME = b"+"
 _GOODBYE = b"-"

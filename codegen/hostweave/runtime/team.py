@@ -36,7 +36,7 @@ _STOP_TIMEOUT = 60.0  # seconds for stopped ranks to answer; a rank of the CPU t
 
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
-_kept_alive: list[BaseException] = []  # errors at exit, because freeing the objects to which they refer would crash the process
+_kept_alive: list[BaseException] = []  # errors kept at exit, because freeing the objects to which they refer would crash the process
 _run_lock = reset_after_fork(threading.Lock())  # held while a program runs on all ranks, because two such programs could deadlock
 
 
@@ -202,7 +202,7 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
 def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while work := queue.get():
         work()
-        del work  # may keep device memory alive
+        del work  # `work` may keep device memory alive
 
 
 def _run_and_report(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:

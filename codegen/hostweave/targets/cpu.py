@@ -22,7 +22,7 @@ class _Cpu(Target):
     is_asynchronous = False
     is_simulated = True
     needs_one_host = True
-    # Another package may have loaded CUDA libraries, with the same symbols as libhostweave_cpu.so, with global visibility.
+    # Another package may have made symbols of CUDA libraries global. libhostweave_cpu.so defines the same symbols.
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64
     wheel_requirements = ("ml_dtypes>=0.4", OPENBLAS)

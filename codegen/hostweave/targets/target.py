@@ -28,7 +28,7 @@ class Target(Protocol):
     dlopen_flags: int  # additional dlopen flags for a program's module
     demo_size: int  # size per rank of a symbolic dim in `hostweave demo`
     wheel_requirements: tuple[str, ...]  # packages that a program's wheel needs besides NumPy
-    wheel_build_requirements: tuple[str, ...]  # packages that its build needs besides scikit-build-core
+    wheel_build_requirements: tuple[str, ...]  # packages that the build of the wheel needs besides scikit-build-core
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         """Raises ProgramError if this target cannot run one of the user kernels."""

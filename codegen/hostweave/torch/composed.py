@@ -147,8 +147,8 @@ def rwkv_attention(
 ) -> Any:
     """Computes `rwkv_linear_attention` of transformers as a scan over tokens, or by `of_token` for a single token.
 
-    A state is (n, d, m): n * exp(m) is the sum of weighted values, and d * exp(m) the sum of weights. m is the largest exponent. It gets no
-    gradient, because it cancels in the result.
+    A state is (n, d, m): n * exp(m) is the sum of weighted values, and d * exp(m) the sum of weights. m is the largest exponent. m gets no
+    gradient, because m cancels in the result.
     """
     if key.shape[1] == 1:
         return of_token(decay, first, key, value, state, return_state)

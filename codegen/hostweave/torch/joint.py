@@ -32,7 +32,7 @@ from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sou
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-# Assertions, and ops that return their operand: not in programs.
+# Assertions, and ops that return their operand. Programs do not have them.
 _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """

@@ -90,8 +90,8 @@ def keeps_numbers(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def symbolic() -> Iterator[list[Location | None]]:
-    """Makes functions of torch accept symbolic sizes, and brackets accept tensors without dims as indices, in this thread. Yields a list of
-    the lines that fix a size."""
+    """Makes functions of torch accept symbolic sizes, and brackets accept tensors without dims as indices, in this thread. Yields a list,
+    to which each line that fixes a size is added."""
     fixed: list[Location | None] = []
 
     def guard(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +145,7 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
         for item, size in zip(items, sizes, strict=True):
             if _is_scalar(item):
                 place = _read(item if isinstance(item, torch.Tensor) else torch.scalar_tensor(item, dtype=torch.int64))
-                if isinstance(place, torch.SymInt):  # makes torch trace a view; programs support negative indices too
+                if isinstance(place, torch.SymInt):  # with this check, torch traces a view; programs support negative indices too
                     torch._check(place >= 0)  # type: ignore[no-untyped-call]
                 x = x.select(dim, place)
             else:

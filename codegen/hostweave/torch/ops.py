@@ -27,8 +27,8 @@ def _op(
     backward: Callable[..., Gradients] = _no_second,
     saved: Callable[..., tuple[Any, ...]] = lambda *_: (),
 ) -> None:
-    """Defines an op by its results for fake tensors, its gradients, and the values that these read. An op without `backward` computes
-    gradients."""
+    """Defines an op by its results for fake tensors, its gradients, and the values that the gradients read. An op without `backward`
+    computes gradients."""
     name = f"hostweave::{schema.partition('(')[0]}"
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

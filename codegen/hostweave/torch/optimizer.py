@@ -1,7 +1,7 @@
 """Records the ATen ops that the step of a torch optimizer runs for one parameter.
 
-Tensors are on the device "meta" and have no data. Numbers on the host, such as the step number, are computed during recording. The recorded
-ops have the index of each number in a list.
+Tensors are on the device "meta" and have no data. Numbers on the host, such as the step number, are computed during recording. A recorded
+op refers to a number by its index in a list.
 """
 
 import inspect
@@ -345,7 +345,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises an error for any other difference."""
+    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises an error if the new calls differ in anything
+    but numbers."""
 
     def __init__(self, calls: Sequence[Call]):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -399,8 +400,8 @@ def _overload(name: str) -> Any:
 
 
 class _LazyNumbers(TorchFunctionMode):
-    """Makes `item()` of a "meta" tensor return the tensor. Multiplies an operand by such a tensor in `alpha` or `value`, because torch
-    accepts only numbers there."""
+    """Makes `item()` of a "meta" tensor return the tensor. If `alpha` or `value` is such a tensor, multiplies an operand by the tensor,
+    because torch accepts only numbers there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

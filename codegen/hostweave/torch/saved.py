@@ -128,8 +128,8 @@ def saved_names(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values. A kind is a name without the layer's number. Kinds with the most values come first, by layer, then others, by
-    kind."""
+    """Sorts saved values. A kind is a name without the layer's number. Kinds with the most values come first, sorted by layer. The others
+    follow, sorted by kind."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

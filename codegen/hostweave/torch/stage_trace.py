@@ -106,7 +106,8 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
     """Half of a backward pass, as a graph of the wanted gradients, and the names of the values that this half saves. The first half saves
-    values for the second half, which takes them as arguments. `before` has the types of these, and is empty in the first half."""
+    values for the second half, which takes them as arguments. `before` has the types of the saved values, and is empty in the first
+    half."""
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)
     inner, following = set[Node](), [*outputs]

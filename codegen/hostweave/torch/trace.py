@@ -68,8 +68,8 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 
 
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
-    """Function that records a graph. With `names`, the function omits the update, and stores the name of each of these nodes' values in
-    `names`, or "" for an input. Nodes may share a value."""
+    """Function that records a graph. With `names`, the function omits the update, and stores in `names` the name of each node's value, or
+    "" for an input. Nodes may share a value."""
     update, names = (None if names is not None else graph.update), names or {}
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -154,8 +154,8 @@ class Updates:
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """Returns a function that updates a layer, with the keys of `_names_in` as arguments. It computes in 64 bits for 64-bit values, and
-        otherwise in 32 bits."""
+        """Returns a function that updates a layer, with the keys of `_names_in` as arguments. The function computes in 64 bits for 64-bit
+        values, otherwise in 32 bits."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []

@@ -336,7 +336,7 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
 def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Checks the masks. Returns those that are not None, and attributes that say which ones these are."""
+    """Checks the masks. Returns the masks that are given, and the attributes that say which masks these are."""
     given = [mask for mask in (lengths, bias, offsets) if mask is not None]
     apart = "offsets are given with lengths or a bias; packed sequences support neither, so leave these out"
     whys = (

@@ -105,11 +105,11 @@ class Runs:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                # shorter runs too, because a model may return the carried values of all layers but the last
+                # Shorter runs are tried too, because a model may return the carried values of all layers but the last.
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= MIN_CALLS and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
-                    run = None  # equal calls, which `share_equal_ops` merges
+                    run = None  # the calls are equal, and `share_equal_ops` merges them
                 if run:
                     self.runs.append(run)
                     run.placed = {at: placed for at in range(len(run.results)) if (placed := self.placed(run, at))}

@@ -22,7 +22,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, TensorType, f64
 
-# ("a + b" of the op table, True for bitwise) -> op
+# (text such as "a + b", True if bitwise) -> kind of op
 _KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}
 
 
@@ -317,8 +317,8 @@ class _Trace:
         self.take_variables(frames)
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
-        """Names tensors after variables of the frames, by default of all recorded frames. Tensors from before a frame are arguments, and
-        keep their names."""
+        """Names tensors after variables of the frames, by default of all recorded frames. A tensor that is older than a frame is an
+        argument, and keeps its name."""
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
                 is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self.frames[frame]
@@ -349,7 +349,7 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 
 
 def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType:
-    """Resolves the mesh of a type in a program on mesh `program`: None if it is the program's mesh."""
+    """Resolves and checks the mesh of a type in a program on mesh `program`. The result has mesh None if it is on the program's mesh."""
     mesh = type.mesh
     if mesh is not None and mesh.members is None and mesh != program:
         if mesh.size != program.size:

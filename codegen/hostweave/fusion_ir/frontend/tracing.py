@@ -276,11 +276,11 @@ class _Names:
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
         self.given = set(given)  # values that the user named, and results that only move their elements
-        self.subjects: dict[str, str] = {}  # value -> operand's name in its derived name
+        self.subjects: dict[str, str] = {}  # value -> name of the operand after which the value is named
         self.sources: dict[str, str] = {}  # result that only moves elements -> name of the value that it moves
 
     def claim(self, number: str, wanted: str) -> None:
-        """Names a value `wanted`, with a number if that name is taken, unless the value has a name."""
+        """If a value has no name, names it `wanted`, with a number if `wanted` is taken."""
         while number not in self.of:
             self.counts[wanted] = self.counts.get(wanted, 0) + 1
             name = wanted if self.counts[wanted] == 1 else f"{wanted}_{self.counts[wanted]}"

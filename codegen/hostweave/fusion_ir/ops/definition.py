@@ -68,7 +68,8 @@ class OpDef:
     in_clusters: bool = False  # a cluster of thread blocks may process several rows together
     gathers: bool = False  # reads its first operand at an index, which is the second operand or is computed
     updates: bool = False  # updates some elements of its first operand in place
-    parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None  # for each operand, its start along dims of the result
+    # For each operand: dim of the result -> start of the operand along this dim.
+    parts: Callable[[Types, Op], tuple[dict[int, Size], ...]] | None = None
     cost: int = 1  # cost per element, in additions
     combine: Combine | None = None  # combining function of a reduction
     locates: bool = False  # the reduction returns a position, not a value
