@@ -72,6 +72,7 @@ class Local:
     value: str
 
 
+@ir.analysis
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     """All sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` of a program, in order of first use."""
     atoms = [atom for size in dims_and_trips(program) for atom in size.atoms]

@@ -42,7 +42,8 @@ class Checker:
     freed: set[str] = field(default_factory=set)
     windows: set[str] = field(default_factory=set)  # allocations and parameters in windows
     current: tree.Instruction | None = None
-    rest: tree.Body = ()  # instructions after the current one in its body
+    around: tree.Body = ()  # body of the current instruction
+    number: int = 0  # index of the current instruction in its body
     mesh: Mesh = field(init=False)  # mesh of the enclosing `on` body, or of the program
 
     def __post_init__(self) -> None:
@@ -132,7 +133,7 @@ class Checker:
 
     def body(self, body: tree.Body, scope: Scope) -> None:
         for number, instruction in enumerate(body):
-            self.current, self.rest = instruction, body[number + 1 :]
+            self.current, self.around, self.number = instruction, body, number
             for name in tree.names(instruction, "read", "write", "alias"):
                 self.buffer(name)
             guarded = tree.names(instruction, "guard")

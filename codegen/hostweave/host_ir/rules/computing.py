@@ -272,7 +272,7 @@ def launch(c: Checker, i: Any, scope: Scope) -> None:
     source = next((source for source in c.program.user_kernels if source.name == i.kernel), None)
     if not i.exchanges and i.sent_on:
         after: Any = i
-        for after in c.rest:
+        for after in c.around[c.number + 1 :]:
             if after.calls and not tree.names(after, "free"):
                 break
             c.roots.define(after)
