@@ -509,10 +509,12 @@ def _arguments(program: ir.HostProgram) -> set[str]:
 
 
 def _comment(location: Location) -> str:
-    """Formats a source line as a C++ comment. Removes trailing characters that would continue the comment on the next line."""
+    """Formats a source line as a C++ comment. A line that is too long loses its own comment first. Removes trailing characters that would
+    continue the comment on the next line."""
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
-    kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
-    return kept if kept == whole else f"{kept} ..."
+    code = whole if len(whole) <= LONGEST_COMMENT else re.sub("  # .*", "", whole)
+    kept = re.sub(r"(\\|\?\?/| )+$", "", code[:LONGEST_COMMENT])
+    return kept if kept == code else f"{kept} ..."
 
 
 @tree.per_kind

@@ -43,7 +43,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // seeds.py:35  return hw.matmul(hw.reshard(x, S, D, "m", "K"), w).stream(0)  # the gather joins the loop of the s ...
+  // seeds.py:35  return hw.matmul(hw.reshard(x, S, D, "m", "K"), w).stream(0)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];

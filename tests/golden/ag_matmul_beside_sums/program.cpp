@@ -72,7 +72,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
-  // fusions_beyond_examples.py:44  return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # The sums ...
+  // fusions_beyond_examples.py:44  return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")
   HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, x, s, M, K));
   HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(L, 512), caller, v, t, M, L));
   {

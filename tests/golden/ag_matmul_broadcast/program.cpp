@@ -43,7 +43,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:17  return hw.matmul(x, w).stream("M", chunks=D, algorithm="broadcast")  # The owner ...
+  // fusions_beyond_examples.py:17  return hw.matmul(x, w).stream("M", chunks=D, algorithm="broadcast")
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const hw::Stream stream = ring_[i];

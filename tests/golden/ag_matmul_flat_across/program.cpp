@@ -44,7 +44,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // seeds.py:72  return hw.matmul(x, w).stream("M", chunks=3)  # not a multiple of D: across shards, one all_gather ...
+  // seeds.py:72  return hw.matmul(x, w).stream("M", chunks=3)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];

@@ -46,7 +46,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:12  return hw.matmul(x, w).stream("M", chunks=2 * D)  # There are two chunks per sha ...
+  // fusions_beyond_examples.py:12  return hw.matmul(x, w).stream("M", chunks=2 * D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 8; ++i) {
     const int64_t p = (rank_x + i / 2) % 4;

@@ -47,7 +47,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_with_puts.py:12  return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # x is put, because an ...
+  // fusions_with_puts.py:12  return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];

@@ -82,7 +82,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* g_i = g_ + p * (M / 4 * F_x);
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_g_and_u_.multiply(x_chunk, gate, g_i, stream));
-    // fusions_beyond_examples.py:97  u = hw.matmul(x, up).stream("M", chunks=D)  # The matmul joins the loop of the g ...
+    // fusions_beyond_examples.py:97  u = hw.matmul(x, up).stream("M", chunks=D)
     auto* u_i = u_ + p * (M / 4 * F_x);
     HW_CHECK(plan_g_and_u_.multiply(x_chunk, up, u_i, stream));
   }

@@ -71,7 +71,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(db, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  // fusions_beyond_examples.py:68  return hw.matmul(dy, w.T).named("dx"), dw, db  # dx is computed during the all-r ...
+  // fusions_beyond_examples.py:68  return hw.matmul(dy, w.T).named("dx"), dw, db
   HW_CHECK(plan_dx_.multiply(dy, w, dx, {caller, workspace_}));
   HW_CHECK(comm_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -49,7 +49,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:38  return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)  # There are ...
+  // fusions_beyond_examples.py:38  return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)
   HW_CHECK(ring_.fork(caller));
   HW_CHECK(cudaEventRecord(channels_idle_[0], caller));
   for (int64_t i = 0; i < 3; ++i) {

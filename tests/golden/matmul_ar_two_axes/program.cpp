@@ -47,7 +47,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:33  return hw.reshard(hw.matmul(x, w), "M@dp", "N").stream("N", chunks=2)  # Each ha ...
+  // fusions_beyond_examples.py:33  return hw.reshard(hw.matmul(x, w), "M@dp", "N").stream("N", chunks=2)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
     const hw::Stream stream = ring_[i];

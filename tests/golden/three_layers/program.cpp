@@ -59,7 +59,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:60  x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # The progra ...
+  // fusions_beyond_examples.py:60  x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})
   const auto* x_sliced = x + rank_x * (M / 4 * E);
   for (int64_t i = 0; i < 3; ++i) {
     auto* y_before = i % 2 == 0 ? y_other_ : y;

@@ -70,7 +70,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // fusions_beyond_examples.py:81  h = hw.matmul(x, w).stream("M", chunks=D)  # The second loop may reuse the buffe ...
+  // fusions_beyond_examples.py:81  h = hw.matmul(x, w).stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;

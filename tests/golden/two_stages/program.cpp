@@ -61,7 +61,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // pipeline.py:17  h = hw.relu(hw.matmul(x, w1)).named("h")
   if (on_ranks_0_1_) {
     HW_CHECK(plan_h_.multiply(x, w1, h_, {caller, workspace_}));
-    // pipeline.py:18  arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")  # rank i of the first half s ...
+    // pipeline.py:18  arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")
     HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, channel_x_.comm(), caller));
   }
   if (on_ranks_2_3_) {

@@ -82,7 +82,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # pi ...
+  // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)
   HW_CHECK(ring_.fork(caller));
   HW_CHECK(cudaEventRecord(channels_idle_[0], caller));
   for (int64_t j = 0; j < 5; ++j) {
@@ -109,7 +109,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
         HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
         HW_CHECK(
             ncclAllReduce(matmul_down1, matmul_down1, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
-        // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # pi ...
+        // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)
         HW_CHECK(ncclSend(matmul_down1, M / 4 * K, ncclBfloat16, rank + 2, channel_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
       }
