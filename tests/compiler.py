@@ -15,7 +15,7 @@ from hostweave.targets.target import find_target
 
 # Headers of programs, bindings and kernels. A C++ compiler compiles kernels only for the CPU target.
 HEADERS = (
-    *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor"),
+    *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "optional", "rank", "streams", "tensor"),
     *("term_exchange", "types", "window"),
 )
 OF_KERNELS = ("kernel", "lanes", "launch", "rows", "terms", "types")

@@ -117,7 +117,7 @@ class ProgramSources:
             ("types.h", context.temporaries or context.functions),
         )
         arena = "window.h" if self.window_channels else "arena.h"
-        self.headers = tuple(sorted([arena, "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
+        self.headers = tuple(sorted([arena, "optional.h", "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
         self.source_headers = _source_headers(flat, context)
 
     @property

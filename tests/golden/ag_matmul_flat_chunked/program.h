@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -65,7 +65,7 @@ class Program {
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   std::array<hw::bf16*, 4> x_gathered_{};  // bf16[M/8, K], one per stream
-  std::optional<Sizes> prepared_;          // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;           // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::ag_matmul_flat_chunked

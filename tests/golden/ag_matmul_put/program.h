@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -66,7 +66,7 @@ class Program {
   hw::MatmulPlan plan_y_;
   hw::WindowArena arena_;           // peers access this memory
   hw::bf16* x_gathered_ = nullptr;  // bf16[M, K]
-  std::optional<Sizes> prepared_;   // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;    // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::ag_matmul_put

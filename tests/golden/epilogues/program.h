@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -73,7 +73,7 @@ class Program {
   hw::Arena arena_;
   char* workspace_ = nullptr;              // cuBLASLt workspace of the caller's stream
   std::array<hw::bf16*, 4> x_gathered_{};  // bf16[M/4, K], one per stream
-  std::optional<Sizes> prepared_;          // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;           // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::epilogues

@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -73,7 +73,7 @@ class Program {
   std::array<hw::bf16*, 4> x_gathered_{};   // bf16[M/4, K], one per stream
   hw::bf16* y_landing_ = nullptr;           // bf16[4, M/4, K]
   std::array<hw::bf16*, 4> matmul_down_{};  // bf16[M/4, K], one per stream
-  std::optional<Sizes> prepared_;           // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;            // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::gated_in_loops

@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -69,8 +69,8 @@ class Program {
   hw::MatmulPlan plan_dw_;
   hw::MatmulPlan plan_dx_;
   hw::Arena arena_;
-  char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  char* workspace_ = nullptr;     // cuBLASLt workspace of the caller's stream
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::gradients

@@ -16,5 +16,5 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+    .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

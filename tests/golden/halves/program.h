@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
@@ -61,9 +61,9 @@ class Program {
   hw::Rank& rank_;
   hw::MatmulPlan plan_h_;
   hw::Arena arena_;
-  char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
-  hw::bf16* h_ = nullptr;          // bf16[local(M, x), 3]
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  char* workspace_ = nullptr;     // cuBLASLt workspace of the caller's stream
+  hw::bf16* h_ = nullptr;         // bf16[local(M, x), 3]
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::halves

@@ -19,5 +19,5 @@ const hw::ProgramTable hw_program_table = {
     .axes = kAxes,
     .channels = kChannels,
     .prepares_together = true,
-    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+    .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/attention.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -64,14 +64,14 @@ class Program {
   hw::Events arrived_;            // 4 events
   hw::AttentionPlan plan_y_blocks_;
   hw::AttentionPlan plan_y_blocks_not_causal_;
-  hw::WindowArena arena_;          // peers access this memory
-  hw::bf16* y_packed_ = nullptr;   // bf16[2, S/4, 128]
-  hw::bf16* keys_ = nullptr;       // bf16[4, 2, S/4, 128]
-  hw::bf16* y_blocks_ = nullptr;   // bf16[4, 2, S/4, 64]
-  float* y_lse_ = nullptr;         // f32[4, 2, S/4], also y_exp_2
-  float* y_maximum_ = nullptr;     // f32[1, 2, S/4]
-  float* y_sum_ = nullptr;         // f32[1, 2, S/4]
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  hw::WindowArena arena_;         // peers access this memory
+  hw::bf16* y_packed_ = nullptr;  // bf16[2, S/4, 128]
+  hw::bf16* keys_ = nullptr;      // bf16[4, 2, S/4, 128]
+  hw::bf16* y_blocks_ = nullptr;  // bf16[4, 2, S/4, 64]
+  float* y_lse_ = nullptr;        // f32[4, 2, S/4], also y_exp_2
+  float* y_maximum_ = nullptr;    // f32[1, 2, S/4]
+  float* y_sum_ = nullptr;        // f32[1, 2, S/4]
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::keys_in_a_loop

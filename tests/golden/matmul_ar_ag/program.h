@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -69,7 +69,7 @@ class Program {
   hw::Arena arena_;
   std::array<hw::bf16*, 3> matmul_w_{};  // bf16[M/6, N], also y_reduced, one per stream
   std::array<hw::bf16*, 3> y_packed_{};  // bf16[2, M/6, N], one per stream
-  std::optional<Sizes> prepared_;        // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;         // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_ar_ag

@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -67,7 +67,7 @@ class Program {
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   std::array<hw::bf16*, 2> matmul_w_{};  // bf16[local(M, dp), N/2], also y_packed, one per stream
-  std::optional<Sizes> prepared_;        // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;         // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_ar_two_axes

@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
 
@@ -61,8 +61,8 @@ class Program {
   const hw::Channel& channel_x_;  // 4 ranks along x
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  char* workspace_ = nullptr;     // cuBLASLt workspace of the caller's stream
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_ar_unstreamed

@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -61,7 +61,7 @@ class Program {
   hw::Streams ring_;  // 3 streams
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_m

@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -67,7 +67,7 @@ class Program {
   hw::Arena arena_;
   hw::bf16* y_landing_ = nullptr;        // bf16[4, M/4, N]
   std::array<hw::bf16*, 4> matmul_w_{};  // bf16[M/4, N], one per stream
-  std::optional<Sizes> prepared_;        // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;         // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_rs_flat

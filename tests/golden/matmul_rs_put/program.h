@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -68,7 +68,7 @@ class Program {
   hw::WindowArena arena_;          // peers access this memory
   hw::bf16* y_landing_ = nullptr;  // bf16[3, 1, M/4, N]
   hw::bf16* matmul_w_ = nullptr;   // bf16[M, N]
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;   // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_rs_put

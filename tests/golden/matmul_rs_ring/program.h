@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -65,8 +65,8 @@ class Program {
   hw::Events arrived_;            // 4 events
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
-  hw::bf16* matmul_w_ = nullptr;   // bf16[M, N]
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  hw::bf16* matmul_w_ = nullptr;  // bf16[M, N]
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::matmul_rs_ring

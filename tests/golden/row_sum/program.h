@@ -4,9 +4,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -57,7 +57,7 @@ class Program {
   hw::Rank& rank_;
   hw::Streams ring_;  // 3 streams
   hw::Arena arena_;
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::row_sum

@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -79,7 +79,7 @@ class Program {
   hw::bf16* layer_scattered_landing_ = nullptr;    // bf16[4, M/4, E]
   std::array<hw::bf16*, 4> layer_matmul_w_out_{};  // bf16[M/4, E], one per stream
   hw::bf16* y_other_ = nullptr;                    // bf16[M/4, E]
-  std::optional<Sizes> prepared_;                  // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;                   // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::three_layers

@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -76,7 +76,7 @@ class Program {
   hw::bf16* matmul_v_ = nullptr;           // bf16[M, local(F, x)], also g
   hw::bf16* y_landing_ = nullptr;          // bf16[4, M/4, N]
   std::array<hw::bf16*, 4> matmul_u_{};    // bf16[M/4, N], one per stream
-  std::optional<Sizes> prepared_;          // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;           // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::two_loops

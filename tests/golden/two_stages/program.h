@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
@@ -67,10 +67,10 @@ class Program {
   hw::MatmulPlan plan_h_;
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
-  hw::bf16* h_ = nullptr;          // bf16[local(M, x on ranks 0, 1), N]
-  hw::bf16* arrived_ = nullptr;    // bf16[local(M, x on ranks 2, 3), N]
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  char* workspace_ = nullptr;     // cuBLASLt workspace of the caller's stream
+  hw::bf16* h_ = nullptr;         // bf16[local(M, x on ranks 0, 1), N]
+  hw::bf16* arrived_ = nullptr;   // bf16[local(M, x on ranks 2, 3), N]
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::two_stages

@@ -27,5 +27,5 @@ const hw::ProgramTable hw_program_table = {
     .axes = kAxes,
     .channels = kChannels,
     .submesh_channels = kSubmeshChannels,
-    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+    .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -5,10 +5,10 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -81,7 +81,7 @@ class Program {
   std::array<hw::bf16*, 4> h_{};             // bf16[M/4, local(N, x on ranks 0, 1)], one per stream
   std::array<hw::bf16*, 4> matmul_down1_{};  // bf16[M/4, K], also layer, one per stream
   std::array<hw::bf16*, 4> g_{};             // bf16[M/4, local(N, x on ranks 2, 3)], one per stream
-  std::optional<Sizes> prepared_;            // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;             // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::two_stages_streamed

@@ -18,5 +18,5 @@ const hw::ProgramTable hw_program_table = {
     .world = kWorld,
     .axes = kAxes,
     .channels = kChannels,
-    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+    .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -6,9 +6,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -69,12 +69,12 @@ class Program {
   hw::Events all_down_ready_;      // 1 event
   hw::MatmulPlan plan_h_;
   hw::MatmulPlan plan_y_;
-  hw::WindowArena arena_;          // peers access this memory
-  char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
-  hw::bf16* all_up_ = nullptr;     // bf16[4, N/4, K]
-  hw::bf16* all_down_ = nullptr;   // bf16[4, N, K/4]
-  hw::bf16* h_ = nullptr;          // bf16[local(M, dp), N]
-  std::optional<Sizes> prepared_;  // sizes of the last call of `prepare`
+  hw::WindowArena arena_;         // peers access this memory
+  char* workspace_ = nullptr;     // cuBLASLt workspace of the caller's stream
+  hw::bf16* all_up_ = nullptr;    // bf16[4, N/4, K]
+  hw::bf16* all_down_ = nullptr;  // bf16[4, N, K/4]
+  hw::bf16* h_ = nullptr;         // bf16[local(M, dp), N]
+  hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::weights_by_columns

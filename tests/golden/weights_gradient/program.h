@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/matmul.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
@@ -65,7 +65,7 @@ class Program {
   hw::Arena arena_;
   char* workspace_ = nullptr;       // cuBLASLt workspace of the caller's stream
   hw::bf16* x_gathered_ = nullptr;  // bf16[M, K]
-  std::optional<Sizes> prepared_;   // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;    // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::weights_gradient

@@ -4,10 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/arena.h"
 #include "hostweave/attention.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
@@ -84,7 +84,7 @@ class Program {
   hw::bf16* dv_before_concat_ = nullptr;          // bf16[2, 2, S/2, 64]
   hw::bf16* dk_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
   hw::bf16* dv_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
-  std::optional<Sizes> prepared_;                 // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;                  // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::trained_in_zigzag

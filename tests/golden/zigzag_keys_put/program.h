@@ -6,9 +6,9 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 
 #include "hostweave/attention.h"
+#include "hostweave/optional.h"
 #include "hostweave/rank.h"
 #include "hostweave/streams.h"
 #include "hostweave/tensor.h"
@@ -75,7 +75,7 @@ class Program {
   std::array<float*, 2> y_attention_lse_half_packed_{};  // f32[4, S/4], one per stream
   float* y_attention_maximum_ = nullptr;                 // f32[1, 4, S/2]
   float* y_attention_sum_ = nullptr;                     // f32[1, 4, S/2]
-  std::optional<Sizes> prepared_;                        // sizes of the last call of `prepare`
+  hw::Optional<Sizes> prepared_;                         // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::in_zigzag

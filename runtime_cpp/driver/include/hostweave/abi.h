@@ -103,47 +103,54 @@ Named named(const Tensor* tensors) {
   return result;
 }
 
-// Number and dtypes of the tensors of an Inputs or Outputs struct.
-template <class Named>
-constexpr Arguments arguments_of() {
-  if constexpr (std::is_empty_v<Named>) return {0, [](Tensor*) {}};
-  return {sizeof(Named) / sizeof(Tensor), [](Tensor* tensors) {
-            const Named named;
-            std::memcpy(static_cast<void*>(tensors), &named, sizeof named);
-          }};
-}
-
-// Builds the entry points of a program from its class and its argument structs.
+// Entry points of a program with these argument structs. Lambdas instead of these functions would compile more slowly.
 template <class Program, class Inputs, class Outputs, class OutputShapes>
-constexpr Calls calls_of() {
+struct CallsOf {
   static_assert(std::is_trivially_copyable_v<OutputShapes>);
-  return {
-      .inputs = arguments_of<Inputs>(),
-      .outputs = arguments_of<Outputs>(),
-      .create = [](Rank& rank) -> void* { return new Program(rank); },
-      .destroy = [](void* program) { delete static_cast<Program*>(program); },
-      .prepare =
-          [](void* program, const Tensor* inputs, Shape* outputs) {
-            const OutputShapes shapes = static_cast<Program*>(program)->prepare(named<Inputs>(inputs));
-            if constexpr (!std::is_empty_v<OutputShapes>) std::memcpy(static_cast<void*>(outputs), &shapes, sizeof shapes);
-          },
-      .run =
-          [](void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller) {
-            static_cast<Program*>(program)->run(named<Inputs>(inputs), named<Outputs>(outputs), caller);
-          },
-      .begin_call = [](void* program, cudaStream_t caller) { return static_cast<Program*>(program)->arena().begin_call(caller); },
-      .end_call = [](void* program, cudaStream_t caller) { return static_cast<Program*>(program)->arena().end_call(caller); },
-      .arena = [](void* program, size_t part, size_t* bytes) -> void* {
-        void* found = nullptr;
-        static_cast<Program*>(program)->arena().each_memory([&](void* memory, size_t size) {
-          if (size == 0 || part-- != 0) return;
-          found = memory;
-          *bytes = size;
-        });
-        return found;
-      },
+
+  template <class Named>
+  static void write(Tensor* tensors) {
+    const Named named;
+    if constexpr (!std::is_empty_v<Named>) std::memcpy(static_cast<void*>(tensors), &named, sizeof named);
+  }
+  static void* create(Rank& rank) { return new Program(rank); }
+  static void destroy(void* program) { delete static_cast<Program*>(program); }
+  static void prepare(void* program, const Tensor* inputs, Shape* outputs) {
+    const OutputShapes shapes = static_cast<Program*>(program)->prepare(named<Inputs>(inputs));
+    if constexpr (!std::is_empty_v<OutputShapes>) std::memcpy(static_cast<void*>(outputs), &shapes, sizeof shapes);
+  }
+  static void run(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller) {
+    static_cast<Program*>(program)->run(named<Inputs>(inputs), named<Outputs>(outputs), caller);
+  }
+  static cudaError_t begin_call(void* program, cudaStream_t caller) {
+    return static_cast<Program*>(program)->arena().begin_call(caller);
+  }
+  static cudaError_t end_call(void* program, cudaStream_t caller) {
+    return static_cast<Program*>(program)->arena().end_call(caller);
+  }
+  static void* arena(void* program, size_t part, size_t* bytes) {
+    void* found = nullptr;
+    static_cast<Program*>(program)->arena().each_memory([&](void* memory, size_t size) {
+      if (size == 0 || part-- != 0) return;
+      found = memory;
+      *bytes = size;
+    });
+    return found;
+  }
+  template <class Named>
+  static constexpr Arguments arguments = {std::is_empty_v<Named> ? 0 : sizeof(Named) / sizeof(Tensor), write<Named>};
+  static constexpr Calls calls = {
+      .inputs = arguments<Inputs>,
+      .outputs = arguments<Outputs>,
+      .create = create,
+      .destroy = destroy,
+      .prepare = prepare,
+      .run = run,
+      .begin_call = begin_call,
+      .end_call = end_call,
+      .arena = arena,
   };
-}
+};
 
 }  // namespace hw
 
