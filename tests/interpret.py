@@ -105,8 +105,7 @@ def _take_turns(ranks: list[Turns]) -> None:
 
 @dataclass(frozen=True)
 class _World:
-    """State that ranks share. `posted` has an entry for each communication that a rank has reached: the data that the rank sends, or
-    None."""
+    """State that ranks share. When a rank reaches a communication, it stores the data that it sends, or None, in `posted`."""
 
     instances: Instances
     met: dict[Operation, MatchedCommunications]

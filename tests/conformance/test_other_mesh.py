@@ -102,7 +102,7 @@ NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)
 
 
 def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[dict[str, Array]]:
-    """Outputs by name, for each rank. Asserts that an output is None on exactly those ranks that its mesh lacks."""
+    """Outputs by name, for each rank. Asserts that an output is None exactly on the ranks outside its mesh."""
     types = {name: value.type for name, value in fusion.values().items()}
     for rank, local in enumerate(results):
         for name, array in zip(fusion.outputs, local, strict=True):

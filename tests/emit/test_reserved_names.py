@@ -30,7 +30,8 @@ from hostweave.runtime.cpu import seeded
 
 CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
 STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # headers that templates include
-# Names that cannot collide: words of the preprocessor, and a parameter of constructors that contain user names only as members.
+# These names cannot collide. `rank` is a parameter of constructors, in which user names are only members. The others are words of
+# the preprocessor.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 NO_CPP = ("CMakeLists.txt.j2", "pyproject.toml.j2", "timeline.html.j2", "timeline.svg.j2")
 # Templates in which user names can occur only as members, or not at all.

@@ -63,7 +63,7 @@ def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
 
 
 def from_the_end(mesh: hw.Mesh) -> Fusion:
-    """Indices and slices that count from the end of a dim, and variances, which use the number of elements. Some are in a block."""
+    """Indices and slices count from the end of a dim. Variances divide by the number of elements."""
 
     @hw.block(x=hw.f32["M", "K"])
     def last(x):  # type: ignore[no-untyped-def]

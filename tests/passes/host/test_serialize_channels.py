@@ -96,7 +96,7 @@ def test_a_loop() -> None:
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_group_of_two_channels(is_first: bool) -> None:
-    """The error names the communication of the group whose channel differs from that of the earlier communication."""
+    """An earlier communication is on tp. The error names the communication of the group that is not on tp."""
     parts = ["all_reduce sum %x -> %y on tp", "all_reduce sum %v -> %z on dp"]
     group = "\n".join(parts if is_first else reversed(parts))
     body = f"fork ring\nstream ring[0] {{\nall_reduce sum %u -> %w on tp\n}}\ngroup {{\n{group}\n}}\njoin ring"
