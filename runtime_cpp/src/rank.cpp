@@ -17,7 +17,7 @@ namespace {
 // Priority of a stream. Streams that only communicate have the highest priority, so that their kernels do not queue behind all
 // tiles of a matmul.
 int priority_of(const std::string& stream) {
-  if (stream != "comm" && stream != "puts" && stream != "arrivals") return 0;
+  if (stream != "comm" && stream != "puts") return 0;
   int least = 0, greatest = 0;
   HW_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   return greatest;
@@ -121,7 +121,7 @@ Stream Rank::stream(const char* name, int i) {
   const auto found = pools_->streams.try_emplace(name).first;
   std::vector<Stream>& streams = found->second;
   if (streams.size() <= static_cast<size_t>(i)) streams.resize(i + 1);
-  Stream& stream = streams[i];  // The stream is incomplete if an earlier call failed. The lines below then complete the stream.
+  Stream& stream = streams[i];  // incomplete if it is new, or if an earlier call failed
   stream.name = found->first.c_str();
   stream.index = i;
   if (!stream.handle) HW_CHECK(cudaStreamCreateWithPriority(&stream.handle, cudaStreamNonBlocking, priority_of(name)));

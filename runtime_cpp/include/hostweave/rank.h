@@ -61,8 +61,8 @@ class Rank {
   cublasLtHandle_t blas();  // made on first use
   // Handle of a library that only some programs use; null until a program sets it.
   Handle& handle(const char* library);
-  // The i-th stream of this name, made on first use and shared by all programs. The streams "comm", "puts" and "arrivals" only
-  // communicate. These streams have the highest priority.
+  // The i-th stream of this name, made on first use and shared by all programs. The streams "comm" and "puts" only
+  // communicate, and have the highest priority.
   Stream stream(const char* name, int i);
 
   // True if new matmul plans measure algorithms and select the fastest.
