@@ -58,6 +58,7 @@ def of_two(module: Stack) -> None:
 CASES: dict[Callable[[Stack], None], int] = {lambda module: None: 2, frozen: 3, tied: 2, of_two: 2}
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_layers(case: Callable[[Stack], None], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,7 @@ class OfMatrix(torch.nn.Module):
         return [function(a * scale) for function, scale in zip(self.functions, self.scales, strict=True)]
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_results_are_laid_out_as_by_torch() -> None:
     """After a decomposed op, `as_strided` must read the right elements, and `view` must be supported."""
     module, found = OfMatrix(*LAYOUTS.values()), []
