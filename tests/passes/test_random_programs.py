@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
+MESHES_OF_MOVES: tuple[dict[str, int], ...] = ({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})
 SEEDS = 160  # Number of seeds in the default run. Their programs have all instructions that are not in NOT_MADE.
 
 
@@ -74,6 +76,30 @@ def test_collectives_in_kernels(seeds: range) -> None:
     assert all(computes(*exchanging(seed), seed) for seed in seeds)
 
 
+def overlaps_right(seed: int) -> bool:
+    """Gathers of one dim after another, and other moves. Each may be on a separate stream, and be read by the next move."""
+    generator = Generator(seed, MESHES_OF_MOVES)
+    random, axes = generator.random, [axis for axis, _ in generator.mesh.axes]
+    sharded = [f"{name}@{axis}" for name, axis in zip("MNK", random.sample(axes, len(axes)), strict=False)]
+
+    @hw.fusion(mesh=generator.mesh, x=hw.f64[tuple(sharded)])
+    def moved(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        results = [x * 2]
+        for place in random.sample(range(len(sharded)), len(sharded)):
+            sharded[place] = sharded[place][0]
+            results.append(hw.reshard(results[-1], *(sharded if random.random() < 0.8 else generator.sharded("MNK"[: len(sharded)]))))
+        return tuple(value + 1 for value in random.sample(results, len(results)))
+
+    body = (replace(op, result=replace(op.result, is_async=random.random() < 0.8)) for op in moved.ops)
+    return computes(generator, replace(moved, body=tuple(body)), seed, Options(transport=random.choice(["auto", "one_sided", "peer"])))
+
+
+@pytest.mark.parametrize("seeds", parts(36, 4000), ids=str)
+@pytest.mark.filterwarnings(*IGNORED)
+def test_random_moves_on_a_separate_stream(seeds: range) -> None:
+    assert sum(map(overlaps_right, seeds)) > 0.5 * len(seeds)
+
+
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs_have_every_instruction_and_algorithm() -> None:
     known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, tree.Instruction) and value.syntax}
@@ -115,8 +141,7 @@ def test_compiled_programs(seed: int) -> None:
 
 def moves_right(seed: int) -> bool:
     """Reshards a tensor between shardings over several axes, with permuted dims, and in loops if possible."""
-    generator = Generator(seed)
-    generator.mesh = hw.Mesh(**generator.random.choice(({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})))
+    generator = Generator(seed, MESHES_OF_MOVES)
     generator.sizes = dict.fromkeys("MNK", 2 * generator.mesh.size)
     dims = list("MNK")[: generator.random.randint(1, 3)]
 

@@ -28,7 +28,8 @@ class Asynchronous:
         return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
-        """Emits the instructions of `communicate` on the separate stream, after all work that the caller's stream already has."""
+        """Emits the instructions of `communicate` on the separate stream, after all work that the caller's stream already has. The copy of
+        this rank's block may run on the stream COPIES or on the caller's stream."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
@@ -45,7 +46,9 @@ class Asynchronous:
         if aside:
             self.copied[name] = ready
             self._on(COPIES, ir.Wait(arrived, Const(0)), *aside, ir.Record(ready, Const(0)))
-        elif ready:
+        elif ready and copies:
+            for source in op.tensors:  # the copies read the source, which may itself be asynchronous
+                self.wait_for(source)
             for copy in copies:
                 self.b.emit(copy)
         if sums:
@@ -72,7 +75,7 @@ class Asynchronous:
 
     def settle(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            if self.flow.is_view(op) or self.takes(op):  # The op accesses no memory, or accesses memory only on the separate stream.
+            if self.flow.is_view(op) or self.takes(op):  # `run` emits the waits of an asynchronous op
                 continue
             for name in op.tensors:
                 self.wait_for(name)
