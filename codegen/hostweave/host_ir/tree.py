@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from itertools import count
-from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
@@ -199,12 +198,10 @@ def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, .
 @per_kind
 def _names_of(kind: type[Instruction], wanted: tuple[str, ...]) -> Callable[[Instruction], tuple[str, ...]]:
     """Implements `names` for a kind of instruction."""
-    if not (fields := _fields_of(kind, wanted)):
-        return lambda _: ()
-    get = attrgetter(*fields)
-    if len(fields) == 1:
-        return lambda i: value if isinstance(value := get(i), tuple) else (value,)
-    return lambda i: tuple([name for value in get(i) for name in (value if isinstance(value, tuple) else (value,))])
+    hints = get_type_hints(kind)
+    parts = (f"*i.{name}, " if get_origin(hints[name]) is tuple else f"i.{name}, " for name in _fields_of(kind, wanted))
+    read: Callable[[Instruction], tuple[str, ...]] = eval(f"lambda i: ({''.join(parts)})")  # the fastest way, as in dataclasses
+    return read
 
 
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
