@@ -1,4 +1,4 @@
-"""Forward pass of a Llama 3 MLP, compared with torch: eager and torch.compile, with collectives of NCCL.
+"""Forward pass of a Llama 3 MLP, compared with eager PyTorch and torch.compile, both with NCCL collectives.
 
 The cases are: 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
 reduce_scatter); and the sequence-parallel 70B at per-rank shapes of TP 8. On several GPUs, Hostweave has three variants: sequential, the
@@ -114,7 +114,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _async_tp() -> Callable[..., Any]:
-    """Sequence-parallel MLP. torch.compile decomposes its collectives, so that they overlap with the matmuls."""
+    """Sequence-parallel MLP whose collectives overlap with the matmuls. torch.compile decomposes them."""
     import torch
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor

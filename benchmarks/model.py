@@ -8,8 +8,9 @@ times are milliseconds of the slowest rank, as medians of alternating calls. Eac
 only Hostweave on 2 GPUs, in less than a minute. `model.py 2 transformers` measures only transformers.
 
 `model.py parts` measures lower bounds for the time of a decode step on one GPU. It times the matmuls of a step, the matmuls with attention,
-the matmuls by torch, and a copy. The reads and writes of the copy together have as many bytes as the weights and the cache. Shapes are
-those of the whole model, and of one of two ranks. Each time is printed with the quotient of the copy's time and this time.
+the matmuls by torch, and a copy. Each printed time is for 16 repetitions. The reads and writes of the copy together have as many bytes as
+the weights and the cache. Shapes are those of the whole model, and of one of two ranks. Each time is printed with the quotient of the
+copy's time and this time.
 """
 
 from __future__ import annotations
@@ -124,11 +125,8 @@ def _row(step: Callable[[], Any]) -> None:
 
 
 def _parts(shards: int, rank: int, ranks: int) -> Iterator[Calls]:
-    """Yields series of decode steps at the shapes of one of `shards` ranks: only the matmuls, matmuls and attention, only the matmuls by
-    torch, and a copy.
-
-    The reads and writes of the copy together have as many bytes as the weights and the cache.
-    """
+    """Yields calls that repeat parts of a decode step at the shapes of one of `shards` ranks: the matmuls, the matmuls with attention, the
+    matmuls by torch, and a copy."""
     import torch
 
     hw.init()
@@ -163,7 +161,7 @@ def _inputs_of_parts(c: Config, attends: bool) -> dict[str, Any]:
 
 
 def _parts_of_decode(c: Config, types: dict[str, Any]) -> hw.Program:
-    """The matmuls of a step. If `types` has the inputs `lengths`, keys and values, also the attention."""
+    """Program of the matmuls of a step. Includes the attention if `types` has the inputs `lengths`, keys and values."""
 
     @hw.fusion(mesh=hw.Mesh(tp=1), **types)
     def parts(x: hw.Tensor, lm_head: hw.Tensor, **rest: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -1,9 +1,9 @@
-"""Training on one GPU with hostweave.torch, compared with torch, eager and torch.compile.
+"""Training on one GPU with hostweave.torch, compared with eager PyTorch and torch.compile.
 
 `python benchmarks/torch_training.py` times the forward and backward pass of 2 Llama layers with a loss, for 4096 tokens. The layers have
-the per-rank shapes of Llama 70B at TP 8. `--model gpt2` uses GPT-2 medium with 4 sequences of 1024 tokens. `--step` times a whole step of
-AdamW: one program of Hostweave, compared with PyTorch's backward pass and fused AdamW. Variants alternate in one process, each on a copy of
-the module with random bf16 weights. Times are GPU times. `--tiny` runs small sizes, also on CPUs.
+the per-rank shapes of Llama 70B at TP 8. `--model gpt2` uses GPT-2 medium with 4 sequences of 1024 tokens. `--step` times a whole
+training step: one program of Hostweave, compared with PyTorch's forward and backward pass and fused AdamW. Variants alternate in one
+process, each on a copy of the module with random bf16 weights. On a GPU, times are GPU times. `--tiny` runs small sizes, also on CPUs.
 """
 
 from __future__ import annotations

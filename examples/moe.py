@@ -32,7 +32,7 @@ def of_ranks(w):
 
 
 def halves(x):
-    """Splits the product of the gate and up projections [R, rows, 2*I] into two tensors [R, rows, I]."""
+    """Splits the result of the gate and up projections [R, rows, 2*I] into two tensors [R, rows, I]."""
     parts = hw.reshape(x, *x.shape[:2], 2, "I")
     return parts[:, :, 0], parts[:, :, 1]
 

@@ -54,7 +54,7 @@ class Donating(Generator):
         return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
 
     def view(self, t: hw.Tensor) -> hw.Tensor:
-        """A chain of views. It includes a local slice if a dim is sharded further."""
+        """A chain of views and reshards. A reshard that shards a dim further is a local slice."""
         for _ in range(self.random.randint(1, 3)):
             with contextlib.suppress(ProgramError):
                 t = self.random.choice(VIEWS)(self, [], t)

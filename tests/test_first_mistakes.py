@@ -131,7 +131,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "afterwards": (
         lambda: LEFT[0] + 1,
-        "add: the function of f32[M@x, K] has returned; use the tensor in the function, or use the result of run",
+        "add: the function that made the tensor f32[M@x, K] has returned; use the tensor in the function, or use the result of run",
     ),
     "init": (lambda: hw.init(rank=0), "has no parameter 'rank'; one of provider, group, timeout, call_timeout, device"),
     "compile": (lambda: hw.compile(PRODUCT.compiled.given, streams=2), "has no parameter 'streams'"),
@@ -209,7 +209,7 @@ def test_a_size_can_be_joined_with_the_text_of_a_spec() -> None:
 
 def test_signs_and_rounding_of_tensors() -> None:
     x = np.array([[-1.5, 0.4]], np.float32)
-    for y in hw.compile(hw.fusion(x=hw.f32["M", "K"])(lambda x: (+x, round(x)))).run(x)[1:]:
+    for y in hw.compile(hw.fusion(x=hw.f32["M", "K"])(lambda x: (+x, round(x), round(x, 0)))).run(x)[1:]:
         np.testing.assert_array_equal(y, np.round(x))
 
 

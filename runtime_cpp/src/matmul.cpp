@@ -28,7 +28,7 @@ constexpr int kTimings = 7;            // timed runs of each algorithm
 constexpr float kClearly = 0.98f;      // an algorithm replaces the best so far if its time is below this share of the best time
 constexpr int64_t kScaledStep = 16;    // cuBLASLt multiplies 8-bit floats only if k and n are multiples of this
 constexpr int64_t kScaledBlock = 128;  // elements of the inner dim per scale
-constexpr int64_t kScalesStep = 4;     // the number of scales per row of blocks is a multiple of this
+constexpr int64_t kScalesStep = 4;     // for block scales: step of the padded length of a row of scales, and of the rows of a
 constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches: a memset of this size evicts the operands
 
 struct Matrix {
@@ -340,7 +340,7 @@ void MatmulPlan::describe(Plan& plan) const {
   const Problem& p = plan.problem;
   if (p.a.columns == 0) plan.zeros = zeros(plan.multiply_zeros(is_scaled_ ? kScaledStep : 1) * size_of(operands_));
   if (!p.a.valid() || !p.b.valid() || !p.c.valid()) {
-    throw ExecutionError("matmul: neither the rows nor the columns of an operand are contiguous: copy it first");
+    throw ExecutionError("matmul: neither rows nor columns of an operand or result are contiguous; pass a contiguous copy");
   }
 
   if (epilogue_ != CUBLASLT_EPILOGUE_DEFAULT && (plan.swapped || p.batch.count > 1 || !p.outer.empty())) {

@@ -96,8 +96,8 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
 
 
 def test_a_buffer_without_a_gap_is_placed_first() -> None:
-    """For these sizes, no placement in order of size, area or time reaches the lower bound. So the planner places the buffer with the
-    highest end first."""
+    """For these sizes, no placement in order of size, area or time reaches the lower bound. So the planner moves the buffer
+    with the highest end to the front of the order."""
     events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:

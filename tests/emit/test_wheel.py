@@ -34,7 +34,7 @@ def step(x, w, state):
     z=hw.f16["S@zigzag(x)"],
 )
 def recurrent(x, z, **given):
-    """Three layers, with states in place, and a dim in zigzag that the second result does not have."""
+    """Three layers, with states in place, and a zigzag dim that the last result does not have."""
     states = []
     for i in (1, 2, 3):
         x, state = step(x, given[f"w_{i}"], given[f"state_{i}"])
@@ -42,7 +42,7 @@ def recurrent(x, z, **given):
     return x, *states, hw.reshard(z + z, "S@zigzag(x)"), hw.sum(z, axis=0)
 '''
 
-# Runs all ranks as threads, and then one rank per process. Hostweave is not imported.
+# Runs all ranks as threads, or one rank. Hostweave is not imported.
 USE = """
 import sys
 sys.modules["hostweave"] = None

@@ -1,6 +1,7 @@
 """Random programs with values of several dtypes: narrow floats and ints, 8-bit floats and bools.
 
-All values are small ints, so that results are exact. Sizes are often 1, or smaller than the number of ranks. Typical sizes are stated.
+All values are small ints, so that results are exact. Sizes are often 1, or smaller than the number of ranks. Two of three programs state
+typical sizes.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ REFUSED = {
         "pass cpu= with a function for that target, or iterate by hw::over_grid",
     ),
     "no function": ((GOOD, "g"), "kernel: the source has no `__global__ void g(...)`; set name= to the function to launch"),
-    "no name": ((GOOD, "f()"), "kernel: name='f()' is not the name of a C++ function"),
+    "no name": ((GOOD, "f()"), "kernel: name='f()' is not the name of a C++ function; set name= to the function to launch"),
     "no tensor": ((GOOD, "f", 1, [hw.f32["M"], 2]), "kernel: f takes no tensor of this fusion; pass one in args"),
     "no output": ((GOOD, "f", 1, ["x"]), "kernel: f writes nothing; put the spec of an output, such as hw.f32['M'], in args"),
     "an arg": (

@@ -41,7 +41,7 @@ class Builder:
         self.location: Location | None = None  # location of the op that is being lowered
         self.mesh: Mesh | None = None  # mesh of the current `on` body
         self.hoists_views = True  # False in a loop that several meshes execute: views must not move before the loop
-        # Copies after the current asynchronous communication. The next communication need not wait for them.
+        # Copies of the current asynchronous communication that may run on another stream. None: copies are not collected.
         self.aside: list[tree.Instruction] | None = None
         # Sums of terms of the current asynchronous communication. If they are emitted later, they can fuse with the kernel that reads them.
         self.sums: list[Callable[[], None]] | None = None
@@ -259,7 +259,7 @@ class Builder:
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """The contiguous buffer whose elements the view `name` shows completely, or `name` itself."""
+        """Follows views that show all elements of a contiguous source. Returns the last source, or `name` if there is none."""
         while (view := self._view_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
@@ -303,7 +303,7 @@ class Builder:
 
 
 def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
-    """Merges consecutive `on` bodies of one mesh. `mesh` is the mesh of the enclosing body: inlines its `on` bodies."""
+    """Merges consecutive `on` bodies of one mesh. `mesh` is the mesh of the enclosing body. Inlines `on` bodies of this same mesh."""
     result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:

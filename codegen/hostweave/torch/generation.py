@@ -112,7 +112,7 @@ class Generation:
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
         self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of its sharded dims, 0 for other dims
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
-        self._requests: list[tuple[object, caches.Requests]] = []  # ((form of a cache, sizes), its tensors)
+        self._requests: list[tuple[object, caches.Requests]] = []  # ((form of an empty cache, sizes), requests)
         self._parameters = tuple(inspect.signature(module.forward).parameters)  # cached, because `signature` takes as long as five launches
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
@@ -170,7 +170,7 @@ class Generation:
             del kwargs["return_dict"]  # the default, which torch.export does not accept as a keyword
         cache = kwargs.get(self._word)
         if cache is None or not hasattr(cache, "layers"):
-            raise ArgumentError(f"{self._name}: generate: there is no cache; omit use_cache=False")
+            raise ArgumentError(f"{self._name}: generate: the module was called without a cache of layers; omit {self._word}")
         if not cache.is_compileable:
             raise ArgumentError(
                 f"{self._name}: generate: the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or omit it"
@@ -204,7 +204,7 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. First allocates the tensors of an empty cache at global sizes, of which a group keeps this rank's blocks."""
+        """Calls a program. First allocates an empty cache at global sizes. In a group, the rank then keeps only its blocks of the cache."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):

@@ -19,7 +19,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kGrace = 2s;     // time for a running call to end before its channels are aborted
+constexpr auto kGrace = 2s;     // time for a running call to end, before the abort of its channels and again after it
 constexpr auto kPatience = 5s;  // time for NCCL to destroy communicators; a graph or another user of the GPU may block NCCL
 
 // Starts work on a new thread with this device current. Runs the work on this thread if no thread can be created.
@@ -173,8 +173,8 @@ void Member::abort(const std::string& reason) {
     comms.swap(owned_);
     for (const auto& peers : peers_) done.push_back(started(device(), [group = peers.get()] { group->abort(); }));
   }
-  // NCCL waits for the destruction of graphs, and CUDA waits for the end of their launches. The abort ends the waits of the
-  // launches.
+  // NCCL destroys a communicator only after the graphs that use it. CUDA destroys a graph only after its launches end, and the
+  // abort ends them. So the abort starts first, on another thread.
   done.push_back(started(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
   const auto end = std::chrono::steady_clock::now() + kPatience;

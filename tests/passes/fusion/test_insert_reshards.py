@@ -1,5 +1,4 @@
-"""The pass insert_reshards inserts a reshard if producer and consumer have different shardings. A partial result is reduced immediately
-after its producer."""
+"""The pass insert_reshards makes the shardings of producers and consumers agree, and reduces partial results."""
 
 from __future__ import annotations
 

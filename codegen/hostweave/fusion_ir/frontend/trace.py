@@ -111,8 +111,8 @@ class Tensor:
         - `chunking` is `by_shard` (a chunk is a shard, or a part of one) or `across_shards` (a chunk has a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put or all_gather.
 
-        The compiler chooses `chunking` and `algorithm` if they are omitted. If the number of chunks does not divide the rows of a shard,
-        the last chunk is smaller. Source of the order in which ranks exchange shards: ring collectives (Patarasuk and Yuan, 2009).
+        The compiler chooses `chunking` and `algorithm` if they are omitted. If the chunks of a shard do not divide its rows, the
+        last of these chunks is smaller. Source of the order in which ranks exchange shards: ring collectives (Patarasuk and Yuan, 2009).
 
         Raises ProgramError if an argument is invalid, or if no loop can compute the tensor. Examples are inputs, results of functions, and
         ops that need the whole dim at once.
@@ -205,7 +205,7 @@ class Tensor:
         return self
 
     def __round__(self, digits: int | None = None) -> Tensor:
-        if digits is not None:
+        if digits:
             raise ProgramError.here(f"round: digits={digits!r}: only digits=0 is supported; scale the tensor before and after")
         return record("round", self)
 
@@ -272,16 +272,15 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op, and returns its result. `known` has the operands that are tensors or, for an op without operands, a tensor of the
-        trace."""
+        """Adds an op, and returns its result. `known` has the operands that are tensors. For an op without operands, it has a tensor of
+        the trace, or is empty."""
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
             raise ProgramError(f"{kind}: the tensors belong to different fusions; make one of them an input", location)
         if self.is_traced:
-            raise ProgramError(
-                f"{kind}: the function of {known[0].type} has returned; use the tensor in the function, or use the result of run", location
-            )
+            why = f"the function that made the tensor {known[0].type} has returned"
+            raise ProgramError(f"{kind}: {why}; use the tensor in the function, or use the result of run", location)
         if target is not None:
             mesh = known[0].type.mesh if known else None
             target = placed_on(target, self.mesh, location) if kind == "reshard" else replace(target, mesh=mesh)

@@ -133,7 +133,7 @@ def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
 def _check(source: UserKernel) -> None:
     name = source.function
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ProgramError.here(f"kernel: name={name!r} is not the name of a C++ function")
+        raise ProgramError.here(f"kernel: name={name!r} is not the name of a C++ function; set name= to the function to launch")
     if not source.outputs:
         raise ProgramError.here(f"kernel: {name} writes nothing; put the spec of an output, such as hw.f32['M'], in args")
     if not 1 <= source.block <= MAX_BLOCK or source.per < 1 or not source.grid:

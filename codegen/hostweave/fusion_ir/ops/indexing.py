@@ -1,7 +1,7 @@
 """Ops that read or write at data-dependent indices, and ops that need whole rows, such as cumulative sums and sorting.
 
 An op that reads or writes at indices has an operand `rows` for each indexed dim: the global indices that the rank holds. The dim may be
-sharded: at indices of other ranks, `take` reads zeros, and other ops write nothing.
+sharded: at indices of other ranks, `take` reads zeros, and writes are omitted.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
 def _rows(rows: TensorType, size: Size | None = None) -> Size:
     """Size of an indexed dim. Checks that `rows` is a vector of i64, with `size` elements if given."""
     if rows.dtype != i64 or len(rows.dims) != 1 or size not in (None, rows.shape[0]):
-        raise Mismatch(f"{rows} are not the {'indices of a dim' if size is None else size} as i64; use iota")
+        raise Mismatch(f"rows: {rows} are not the i64 indices of a dim{'' if size is None else f' of size {size}'}; use iota")
     return rows.shape[0]
 
 
@@ -129,7 +129,7 @@ def _reverse_second(types: Types, op: Op) -> TensorType:
     (x,) = types
     axis, halves = checked_axis(op[AXIS], x), checked_axis(op[HALVES], x)
     if x.shape[halves] != Size(2) or axis == halves:
-        raise Mismatch(f"halves={halves} is not a dim of {x} with 2 indices other than {axis}; name one")
+        raise Mismatch(f"halves={halves} must be a dim of {x} with size 2, other than axis={axis}")
     return unsharded(x)
 
 

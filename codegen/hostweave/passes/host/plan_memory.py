@@ -44,7 +44,7 @@ class _VectorClock:
     """Order of streams and children. A child is an instruction of the body, given by its index."""
 
     def __init__(self) -> None:
-        # For each child: stream -> earlier child after which work of the stream may begin.
+        # For each child: stream -> the last fork, or record on the caller's stream, for which the stream has waited.
         self.begun: list[dict[StreamId, int]] = []
         # stream -> pairs (a, b): at child a, work of the stream up to child b has ended
         self.done = defaultdict[StreamId, list[tuple[int, int]]](list)
@@ -100,11 +100,11 @@ class Planner:
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
-        """First child at whose end the main stream of the body is ordered after all uses of the buffer."""
+        """Child after which the buffer may be deallocated, or `never`. The main stream of the body is then ordered after all uses."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
-            for k, streams in on_streams.items():  # Streams that allocate private buffers must also be ordered after the uses.
+            for k, streams in on_streams.items():  # A block may reuse the bytes, so its stream must also be ordered after the uses.
                 if k > found and any(known.begun[k].get(stream, 0) <= found for stream in streams):
                     found = k
             while found in tied:
@@ -115,7 +115,7 @@ class Planner:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
     def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[StreamId]]:
-        """Child -> streams that allocate private buffers in it."""
+        """Child -> streams of its blocks that allocate."""
         found = defaultdict[int, list[StreamId]](list)
         for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
             if (stream := tree.slot(i, "stream")) and self.allocates(i):
@@ -171,8 +171,8 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
-        """Adds the order that follows from waits at the start of a stream block, and from a record at its end. Ignores other records,
-        because work of the block follows them."""
+        """Adds the order that follows from waits at the start of a stream block, and from a record at its end. Forgets the events
+        of other records, because work of the block follows these records."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")
@@ -189,7 +189,7 @@ class Planner:
 
 
 def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
-    """Forgets events that the bodies of an instruction record: a body may run any number of times."""
+    """Forgets events that an instruction or its bodies record. A body may run any number of times."""
     events = {name for inner in tree.walk((i,)) for name in tree.names(inner, "record")}
     for event, index in list(recorded):
         if event in events:

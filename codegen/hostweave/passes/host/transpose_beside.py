@@ -7,8 +7,8 @@
     copy %q_transposed -> %q_by_rows                matmul %q_by_rows, %v -> %z
     matmul %q_by_rows, %v -> %z
 
-with `kernel @astype_q_by_rows(%x) { %q = astype(%x); %q_by_rows = permute_dims(%q) }`. Gradients of scaled matmuls need both layouts.
-Kernels with reductions do not change, because their thread blocks do not process tiles.
+with `kernel @astype_q_by_rows(%x) { %q = astype(%x); %q_by_rows_wide = permute_dims(%x); %q_by_rows = astype(%q_by_rows_wide) }`.
+Gradients of scaled matmuls need both layouts. Kernels with reductions do not change, because their thread blocks do not process tiles.
 """
 
 from dataclasses import replace

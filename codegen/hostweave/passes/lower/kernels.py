@@ -77,7 +77,8 @@ class Kernels:
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """Kernel that reduces terms, and rounds once. A buffer with an additional first dim has one term per index of this dim."""
+        """Kernel that reduces terms. Floats of fewer than 32 bits are reduced in f32, and rounded once. A buffer with an additional first
+        dim has one term per index of this dim."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype

@@ -54,7 +54,7 @@ def _argmax(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool 
 
 
 def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
-    """Argmax of negated floats, or of complemented ints, because negation may overflow."""
+    """Argmax of negated floats, or of complemented ints, because negation of ints may overflow."""
     return _argmax(result, -x if x.dtype.kind == "float" else ~x, dim, keepdim)
 
 

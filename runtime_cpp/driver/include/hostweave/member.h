@@ -38,8 +38,8 @@ class OnDevice {
 // Device and channels of a rank. Only one thread at a time may use a member, but any thread may call `abort`.
 class Member {
  public:
-  // `group` is a name that is equal on all ranks of the group, and unique in this process. The other ranks are threads of this
-  // process, or processes if `processes` is set.
+  // All ranks of the group pass the same name `group`. Other groups of this process have other names. The other ranks are
+  // threads of this process, or processes if `processes` is set.
   Member(std::string group, int device, int64_t index, int64_t size, bool processes);
   ~Member();
   Member(Member&&) = delete;
@@ -63,12 +63,12 @@ class Member {
   // Collective in one process group: creates its channel. Call this function during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
   // Uses communicators of the application as channels. A key is ProcessGroup::name(). If the mesh of the process group is not the
-  // mesh of the program, the mesh precedes the name. Throws ArgumentError if a communicator is missing, or if its rank, size or
-  // device differs from the process group.
+  // mesh of the program, the mesh precedes the name. Throws ArgumentError if a communicator is missing, if its rank or size
+  // differs from the process group, or if its device is not the device of this rank.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
-  // Collective. Returns the reason why ranks of the program's one-sided channels cannot access each other's memory, or "" if no
-  // reason is known.
+  // Collective. Returns the reason why ranks of the program's channels with transport `one_sided` or `peer` cannot access each
+  // other's memory, or "" if no reason is known.
   std::string out_of_reach(const ProgramTable& program);
 
   // add_graph registers a graph that uses channels of the member, and destroy_graph destroys the graph. An abort also destroys
@@ -76,10 +76,11 @@ class Member {
   void add_graph(cudaGraphExec_t graph);
   void destroy_graph(cudaGraphExec_t graph);
 
-  // Ends all waits for other ranks, and destroys the graphs. Any thread may call this function. The member is unusable
-  // afterwards.
+  // Ends all waits for other ranks. Destroys the graphs if the running call then ends soon. Any thread may call this function.
+  // The member is unusable afterwards.
   void abort(const std::string& reason);
-  // Makes runs of the ranks of the group in this process fail if the target supports this. Later calls do not replace the reason.
+  // Makes later runs of the ranks of the group in this process fail. Also makes blocked runs fail if the target supports this.
+  // Later calls do not replace the reason.
   void stop(const std::string& reason);
   // The reason passed to stop, or "".
   std::string stopped() const;
@@ -94,7 +95,7 @@ class Member {
   // Throws ExecutionError after an abort.
   void expect_working() const;
 
-  // RAII: exclusive use of the member by this thread. Holds a lease for the group, and makes the device current.
+  // RAII: exclusive use of the member by this thread. Makes the device current. On CPUs, also holds a lease for the group.
   class Use {
    public:
     // For work of this rank only, or of one process group.
@@ -115,7 +116,7 @@ class Member {
   template <class Communicator>
   void add_channel(const ProcessGroup& of, Communicator&& communicator);
   void destroy_graphs();
-  // Throws ExecutionError if the ranks were stopped, perhaps before this rank began. Call this function while the lease is held.
+  // Throws ExecutionError if the ranks were stopped, during this call or before it.
   void expect_not_stopped() const;
 
   Schedule with_processes(Schedule schedule) const {
