@@ -400,8 +400,8 @@ std::shared_ptr<const PlannedAttention> Attentions::Plans::make(const AttentionP
     const Dims strides = strides_of(x);
     if (x.size % kStep || std::any_of(strides.begin(), strides.end() - 1, [](int64_t stride) { return stride % kStep; })) {
       throw ExecutionError(
-          "attention: cuDNN reads 16 bytes at once, and rows of an operand do not begin at multiples of 8 elements: "
-          "copy it first");
+          "attention: cuDNN reads 16 bytes at once, and rows of an operand or result do not begin at multiples of 8 elements; "
+          "copy or pad these rows");
     }
   }
   const cudnnDataType_t type = dtype == CUDA_R_16F ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16;

@@ -59,7 +59,7 @@ def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: p
     hanging = Hanging(tmp_path)
     monkeypatch.setenv("CXX", str(hanging.path))
     monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "0.5")
-    reason = r"does not end within 0.5 seconds; set HOSTWEAVE_COMPILER_TIMEOUT to more seconds if it needs them"
+    reason = r"does not end within 0.5 seconds; set HOSTWEAVE_COMPILER_TIMEOUT to a larger number"
     with pytest.raises(BuildError, match=rf"^the compiler .*hanging-c\+\+ {reason}"):
         hw.compile(doubled).build()
     hanging.expect_gone()

@@ -238,7 +238,7 @@ def test_parts_of_merged_projections(batch: int) -> None:
     ("type", "operand", "why"),
     [
         ("f32[2, 4, 9, 264]", "%x", "heads have at most 256 elements: use smaller heads"),
-        ("bf16[2, 4, 9, 66]", "%s", "rows of an operand do not begin at multiples of 8 elements: copy it first"),
+        ("bf16[2, 4, 9, 66]", "%s", "rows of an operand or result do not begin at multiples of 8 elements; copy or pad these rows"),
     ],
 )
 def test_errors(type: str, operand: str, why: str) -> None:

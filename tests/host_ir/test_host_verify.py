@@ -136,7 +136,8 @@ BODIES = {
     ),
     "%a = allocate f8e4m3[32, 16]\n%b = allocate f8e4m3[16, 32]\n%s = allocate f32[1, 1]\n"
     "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %s -> %y2": (
-        "text:6: @t: matmul %a, %b scales %s, %s -> %y2: the elements of %b along dim 0 are not contiguous: copy it to a contiguous buffer"
+        "text:6: @t: matmul %a, %b scales %s, %s -> %y2: the elements of %b along dim 0 are not contiguous: "
+        "copy it to or from a contiguous buffer"
     ),
     "%a = allocate f8e4m3[32, 256]\n%b = permute %a by [1, 0]\n%s = allocate f32[32, 2]\n%t2 = allocate f32[2, 32]\n"
     "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %t2 -> %y2": (

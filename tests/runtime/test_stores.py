@@ -365,8 +365,10 @@ def test_a_listener_cannot_reuse_a_clients_messages(server: TcpServer) -> None:
 def test_lengths_are_bounded(server: TcpServer, tcp_store: TcpStore, sizes: tuple[int, int]) -> None:
     assert said_to(server, struct.pack("!cIId", b"s", *sizes, 0)) == b""
     tcp_store.set("key", b"still here")
-    with pytest.raises(ExecutionError, match="the store of rank 0 takes at most 67108864 bytes, but large has 67108865; send less"):
+    with pytest.raises(ExecutionError, match="values of at most 67108864 bytes, but large has 5 and 67108865; send less"):
         tcp_store.set("large", bytes(2**26 + 1))
+    with pytest.raises(ExecutionError, match=r"takes keys of at most 4096 .*, but k+ has 5000 and 0; send less"):
+        tcp_store.set("k" * 5000, b"")
 
 
 def test_a_key_that_is_no_text(server: TcpServer, tcp_store: TcpStore) -> None:

@@ -110,4 +110,4 @@ def _limit() -> float:
 
 
 def _too_long(what: str, seconds: float) -> BuildError:
-    return BuildError(f"{what} does not end within {seconds:g} seconds; set {_VARIABLE} to more seconds if it needs them")
+    return BuildError(f"{what} does not end within {seconds:g} seconds; set {_VARIABLE} to a larger number")

@@ -217,8 +217,9 @@ class TcpStore:
         self.idle.append(connection)
 
     def set(self, key: str, value: bytes) -> None:
-        if len(key.encode()) > _MAX_KEY or len(value) > _MAX_VALUE:
-            raise ExecutionError(f"the store of rank 0 takes at most {_MAX_VALUE} bytes, but {key[:80]} has {len(value)}; send less")
+        if (size := len(key.encode())) > _MAX_KEY or len(value) > _MAX_VALUE:
+            why = f"the store of rank 0 takes keys of at most {_MAX_KEY} and values of at most {_MAX_VALUE} bytes"
+            raise ExecutionError(f"{why}, but {key[:80]} has {size} and {len(value)}; send less")
         self._request(_SET, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:

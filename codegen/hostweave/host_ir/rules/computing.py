@@ -69,7 +69,7 @@ def _scaled(c: Checker, i: ir.Matmul) -> None:
         c.fail(f"only products of f32 can be in tf32, and %{i.a} is {a}: leave tf32 out")
     for name, type, dim in ((i.a, a, 1), (i.b, b, 0), (i.dst, dst, 1)):
         if not lies_along(type, dim):
-            c.fail(f"the elements of %{name} along dim {dim} are not contiguous: copy it to a contiguous buffer")
+            c.fail(f"the elements of %{name} along dim {dim} are not contiguous: copy it to or from a contiguous buffer")
     has_blocks = scaling(a.shape, b.shape, *(type.shape for type in scales)) == BLOCKS
     for name, type, of, outer in zip(i.scales, scales, (a, b), (0, 1), strict=True):
         count, along = type.shape[outer], strides_of(type)
@@ -127,7 +127,7 @@ def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
     c.contiguous(i.starts, i.ends, what=", but starts and ends of groups must be")
     for name in (i.x, i.dst, *((i.other,) if i.is_outer else ())):
         if not lies_along(c.types[name], -1):
-            c.fail(f"the elements of a row of %{name} are not contiguous: copy it to a contiguous buffer")
+            c.fail(f"the elements of a row of %{name} are not contiguous: copy it to or from a contiguous buffer")
     if not (lies_along(y, -1) or lies_along(y, -2)):
         c.fail(f"neither the rows nor the columns of the matrices of %{i.other} are contiguous: copy it to a contiguous buffer")
 
@@ -211,7 +211,7 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
         c.fail(f"%{result} is {c.types[result]}, not {BufferType(c.types[result].dtype, (*q[:-1], v[-1]))}")
     for name in (i.q, i.k, i.v, result, *others):
         if strides_of(c.types[name])[-1] != Size():
-            c.fail(f"the elements of a row of %{name} are not contiguous: copy it to a contiguous buffer first")
+            c.fail(f"the elements of a row of %{name} are not contiguous: copy it to or from a contiguous buffer")
     names = [kernels_for(c.types[i.q].dtype, most) for most in KERNEL_HEADS if all(x.is_int and int(x) <= most for x in (q[-1], v[-1]))]
     if i.kernels not in ("", *names):
         c.fail(f"kernels {i.kernels}: these operands need {' or '.join(names) or 'none'}")
