@@ -164,5 +164,5 @@ fusion @reversed(%a: bf16[2, 3, N, 8], %b: f32[N, 5, 2], %c: f32[N, 2, 4], %d: f
     )]  # fmt: skip
     expect_every_way(fusion, arrays, (turned[0], 2 * turned[1].astype(float), (turned[2] * c.astype(float)).sum(2), *turned[3:]), seed=1)
     for wrong in ("axis=1, halves=1", "axis=0, halves=1"):
-        with pytest.raises(ProgramError, match=r"reverse_second: halves=1 is not a dim of .* with 2 indices other than [01]; name one"):
+        with pytest.raises(ProgramError, match=r"reverse_second: halves=1 must be a dim of .* with size 2, other than axis=[01]"):
             Fusion.parse(text.replace("axis=1, halves=0", wrong))
