@@ -31,10 +31,10 @@ WIDTH = 8192
 ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
 SPIN = 1_000_000  # cycles that a kernel spins while the host enqueues
-# Limit of the root mean square of the error, relative to the root mean square of the result. At each step, two variants differ by at most
-# four roundings to bf16. The relative errors of the roundings are assumed to be independent, and uniform up to 2**-8. So their root mean
-# square is 2**-8 / sqrt(3). Measured errors are 0.010 to 0.016. If the term of one rank in one step is missing, the error is at least
-# 0.079. The largest error of an element is not used, because it depends on the data.
+# Limit of the root mean square of the error, relative to the root mean square of the result. The limit assumes that two variants
+# differ by four roundings to bf16 at each step, and that their relative errors are independent, and uniform up to 2**-8. The root mean
+# square of each is 2**-8 / sqrt(3). Measured errors are 0.010 to 0.016. If the term of one rank in one step is missing, the error is at
+# least 0.079. The largest error of an element is not used, because it depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
 SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory
@@ -106,15 +106,15 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
     import torch.distributed as dist
 
     term = begin(x, factors[0])
-    for p in [*factors[1:], factors[0]]:  # Nothing uses the term that the factor of the last step makes.
+    for p in [*factors[1:], factors[0]]:  # The last step reuses the first factor, and nothing uses its term.
         dist.all_reduce(term)
         x, term = step(x, term, n, p)
     return x
 
 
 def _symmetric_calls(name: str, all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """Yields calls with the op `name`, an all-reduce of PyTorch's symmetric memory. Kernels of torch.compile write the terms into that
-    memory."""
+    """Yields calls with the op `name`, an all-reduce of PyTorch's symmetric memory. Kernels of torch.compile write all terms but
+    the first into that memory."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symmetric_memory

@@ -52,7 +52,7 @@ def read_json(path):
 
 def read_config(folder, dtype=None):
     """Returns the config, the rotary frequencies (radians per token for each pair of elements), and the end-of-text tokens. Raises
-    CheckpointError if the file cannot be read, lacks a field, or does not describe a plain Llama."""
+    CheckpointError if the file cannot be read, lacks a field, or describes a model or dtype that this example does not support."""
     path = folder / "config.json"
     found = read_json(path)
     kind, rope = found.get("model_type"), found.get("rope_parameters") or found.get("rope_scaling") or {}
@@ -62,20 +62,21 @@ def read_config(folder, dtype=None):
     lacks += [f"rotary embeddings of type {scaling}"] if scaling not in ("default", "llama3") else []
     if kind != "llama" or lacks:
         lacks = [MISSING.get(kind, "layers of another architecture"), *lacks] if kind != "llama" else lacks
-        raise CheckpointError(f"{path}: model_type {kind} with {', '.join(lacks)}, which this model lacks; give a plain Llama")
+        raise CheckpointError(f"{path}: model_type {kind} with {', '.join(lacks)}, which this example lacks; give a plain Llama")
     given = {name: value for name, value in found.items() if value is not None}
     dtype = dtype or given.get("dtype") or given.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: dtype {dtype}, which is none of {', '.join(DTYPES)}; give one as --dtype")
+    theta = rope.get("rope_theta", found.get("rope_theta", 10000.0))
     try:
         heads = given["num_attention_heads"]
         derived = {"num_key_value_heads": heads, "head_dim": given["hidden_size"] // heads, "tie_word_embeddings": False}
         config = Config(**{field.name: {**derived, **given, "dtype": DTYPES[dtype]}[field.name] for field in fields(Config)})
+        rates = frequencies(config.head_dim, theta, rope if scaling == "llama3" else None)
     except KeyError as error:
         raise CheckpointError(f"{path}: there is no {error.args[0]}; give the config.json that came with the weights") from None
-    theta = rope.get("rope_theta", found.get("rope_theta", 10000.0))
     ends = given.get("eos_token_id", [])
-    return config, frequencies(config.head_dim, theta, rope if scaling == "llama3" else None), ends if isinstance(ends, list) else [ends]
+    return config, rates, ends if isinstance(ends, list) else [ends]
 
 
 def frequencies(size, theta, scaling=None):
@@ -113,7 +114,7 @@ def read_weights(folder, types, mesh, rank, device="cpu"):
     if missing := sorted(types.keys() - lies):
         raise CheckpointError(f"{folder}: there is no tensor {missing[0]}.weight, one of {len(missing)} missing ones; fetch all files")
     if unknown := sorted(name for name in lies.keys() - types if name != "lm_head" and not name.endswith("inv_freq")):
-        raise CheckpointError(f"{folder}: the model has no tensor {unknown[0]}, one of {len(unknown)} unknown ones; give a plain Llama")
+        raise CheckpointError(f"{folder}: the model has no parameter {unknown[0]}, one of {len(unknown)} unknown; give a plain Llama")
     dtypes = {ours: getattr(torch, name) for name, ours in DTYPES.items()}
     weights = {}
     for name, type in types.items():

@@ -1,4 +1,4 @@
-"""Common mistakes of users who know PyTorch and NumPy. Each error has the location in their file, a reason and a remedy."""
+"""Common mistakes of users who know PyTorch and NumPy. Errors of a fusion also have the location in its file."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         "Tensor(i32[L]) is neither an int, a slice, None nor '...'; to select rows by a tensor of indices, use hw.take(x, ids, 0)",
     ),
     "mask": (lambda x: x[x > 0], {}, "choose by values with hw.where(condition, x, 0)"),
-    "list": (lambda x: x[[0, 1]], {}, "use hw.concat([x[i], ...]) for known indices"),
+    "list": (lambda x: x[[0, 1]], {}, "use hw.stack([x[i], ...]) for known indices"),
     "no file": (
         lambda x: hw.kernel("nothing.cu", "f", 1, [x]),
         {},
@@ -90,9 +90,9 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "named": (lambda x: (-x).named(3), {}, "named: name=3 is not a str; write named(name)"),
     "del": (lambda x: x.__delitem__(0), {}, "tensors are immutable"),
     "round to digits": (lambda x: round(x, 2), {}, "round: digits=2: only digits=0 is supported; scale the tensor before and after"),
-    "seed": (lambda x: hw.dropout(x, 0.5, -7), {}, "uniform: seed=-7 is not a u32; give an int from 0 to 4294967295, or a u32 tensor"),
+    "seed": (lambda x: hw.dropout(x, 0.5, -7), {}, "seed=-7 is not a u32; give an int from 0 to 4294967295, or a u32 tensor"),
     "no elements": (lambda x: hw.dynamic_slice(x, (0, 0), (-1, "K")), {}, "dynamic_slice: a dim has at least one element, not -1"),
-    "beyond floats": (lambda x: x + 10**400, {}, "0 is not a value of f32[M@x, K]; use hw.astype on the tensor"),
+    "beyond floats": (lambda x: x + 10**400, {}, "0 is not a value of f32[M@x, K]; use hw.astype or another number"),
     "text": (lambda x, w: x, {"w": "f32[M]"}, "w='f32[M]' is not the type of a tensor; write w=hw.f32[\"M\"]"),
 }
 
@@ -239,7 +239,7 @@ def test_a_block_whose_trace_failed_is_traced_again() -> None:
 
 def test_a_result_beyond_all_memory() -> None:
     program = hw.compile(hw.fusion(x=hw.f32["M"])(lambda x: hw.broadcast_to(x, 2**62, "M") + 1))
-    with pytest.raises(hw.errors.HostweaveError, match=r"there is no memory for f32\[4611686018427387904, 2\]; pass smaller arrays"):
+    with pytest.raises(hw.errors.HostweaveError, match=r"there is no memory for f32\[4611686018427387904, 2\]; use smaller arrays"):
         program.run(X[0])
 
 
@@ -251,7 +251,7 @@ def test_long_names_of_dtypes() -> None:
 
 
 def test_the_remedies_for_constants_compute_them() -> None:
-    """The remedy for a constant uses only the shape of a tensor, so it works even if elements are NaN."""
+    """The remedies for constants do not use elements of a tensor, so they work even if elements are NaN."""
 
     def constants(x):  # type: ignore[no-untyped-def]
         return hw.zeros(x.shape, x.dtype), hw.full(x.shape, 0.5), hw.arange(x.shape[0])[:, None] == hw.arange(x.shape[0])[None, :]
@@ -392,12 +392,12 @@ def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(t
         (lambda: MESH.ranks([0.0]), "ranks: ranks=[0.0] is not a Sequence of int; write ranks(ranks, **axes)"),
         (lambda: MESH.ranks([True]), "ranks: ranks=[True] is not a Sequence of int"),
         (lambda: hw.Options(streams=True), "Options: streams=True is not an int; write Options(streams=4"),
-        (lambda: hw.Options(sizes={3: 3}), "Options: sizes={3: 3} is not a dict of names; write sizes={...}"),
+        (lambda: hw.Options(sizes={3: 3}), 'Options: sizes={3: 3} is not a dict of names; write sizes={"NAME": ...}'),
         (lambda: hw.HostProgram.parse(None), "parse: text=None is not a str; write parse(text)"),
         (lambda: A.shard(X, 0, None), "shard: mesh=None is not a Mesh; write shard(array, rank, mesh)"),
-        (lambda: A.shard([[1.0]], 0, MESH), "shard: list is not an array; pass np.asarray of it"),
+        (lambda: A.shard([[1.0]], 0, MESH), "shard: list is not an array; pass an array, such as np.asarray of a list"),
         (lambda: hw.f32["M@y"].shard(X, 0, MESH), "f32[M@y]: no axis y in mesh(x=2); its axes: x"),
-        (lambda: A.unshard([X, None], MESH), "unshard: NoneType is not an array; pass np.asarray of it"),
+        (lambda: A.unshard([X, None], MESH), "unshard: NoneType is not an array; pass an array, such as np.asarray of a list"),
         (lambda: A.block((-4, 2), 0, MESH), "block: [-4, 2] is not a shape; pass the shape of the global array"),
         (lambda: hw.fusion(x=A)(3), "fusion @program: 3 is not a function; write a def below the line of the decorator"),
         (lambda: hw.fusion(donate=3, mesh=MESH, x=A)(lambda x: x), 'donate=3: name inputs of the function, as in donate=("x",)'),

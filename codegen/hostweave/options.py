@@ -115,7 +115,7 @@ class Options:
                 raise ProgramError(f"Options: {name}={value!r} is neither True nor False; write one of them")
         for name in ("sizes", "choices"):
             if not isinstance(value := getattr(self, name), Mapping) or not all(isinstance(key, str) for key in value):
-                raise ProgramError(f"Options: {name}={value!r} is not a dict of names; write {name}={{...}}")
+                raise ProgramError(f'Options: {name}={value!r} is not a dict of names; write {name}={{"NAME": ...}}')
         for name, size in self.sizes.items():
             if not isinstance(size, Integral) or size < 1:
                 raise ProgramError(f"Options: sizes: {name}={size!r}: a typical size is an int of at least 1; correct it, or omit it")

@@ -106,7 +106,7 @@ def installed(folder: Path) -> dict[str, str]:
     for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
         copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__", NATIVE.name), copy_function=shutil.copy)
-    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # The package finds the BLAS library relative to its folder.
+    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # Finds the BLAS library relative to its folder.
     return {**os.environ, "PYTHONPATH": str(folder / "codegen")}
 
 
@@ -153,8 +153,8 @@ def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, m
 
 
 def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file has a future timestamp if the clock was set back, or if another machine installed the file. Such a file does not count as just
-    edited."""
+    """A file has a future timestamp if the clock was set back, or if a machine whose clock is ahead installed the
+    file. A file that is an hour ahead does not count as just edited."""
     (tmp_path / "file").write_text("installed")
     now = (tmp_path / "file").stat().st_ctime_ns - 3600 * 10**9
     monkeypatch.setattr("hostweave.base.imported_at", now - 10**9)
@@ -182,7 +182,7 @@ def test_every_file_of_the_package_is_part_of_the_stamp(tmp_path: Path, monkeypa
     stamps = set()
     for path in files:
         status = path.stat()
-        path.write_bytes(path.read_bytes()[::-1])  # The new contents have the same size and time.
+        path.write_bytes(path.read_bytes()[::-1])  # Only the ctime and the contents change.
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         stamps.add(tuple(map(cache.stamp_of.__wrapped__, folders)))
     assert len(stamps) == len(files)

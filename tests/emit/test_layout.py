@@ -1,4 +1,4 @@
-"""Layout of generated C++ follows clang-format's rules. CI runs clang-format on the golden files."""
+"""Layout of generated C++ follows clang-format's rules. CI runs clang-format on most golden files."""
 
 from __future__ import annotations
 

@@ -41,8 +41,16 @@ ERRORS = {
     ),
     "dtypes": ("return x + w", {"w": 'hw.f32["M", "K"]'}, "4: add: dtypes differ: bf16[M, K] and f32[M, K]; use hw.astype on one of them"),
     "dtype": ("return hw.exp(x)", {"x": 'hw.i32["M"]'}, "4: exp: not defined for i32; use hw.astype to a dtype that is float"),
-    "number": ("return x + 0.5", {"x": 'hw.i32["M"]'}, "4: add: 0.5 is not a value of i32[M]; use hw.astype on the tensor"),
-    "large number": ("return x + 300", {"x": 'hw.u8["M"]'}, "4: add: 300 is not a value of u8[M]; use hw.astype on the tensor"),
+    "number": (
+        "return x + 0.5",
+        {"x": 'hw.i32["M"]'},
+        "4: add: 0.5 is not a value of i32[M]; use hw.astype or another number",
+    ),
+    "large number": (
+        "return x + 300",
+        {"x": 'hw.u8["M"]'},
+        "4: add: 300 is not a value of u8[M]; use hw.astype or another number",
+    ),
     "condition": ("return hw.where(x, x, x)", {}, "4: where: the condition must be bool, not bf16[M, K]; compare it first"),
     "operand": ("return hw.add(x, 'a')", {}, "4: add: 'a' is neither a tensor of this fusion nor a Python number; make it an input"),
     "numbers alone": ("return hw.add(1, 2)", {}, "4: add: no operand is a tensor; compute with Python numbers instead"),
@@ -104,7 +112,7 @@ ERRORS = {
     ),
     "indices": ("return x[:, :, :]", {}, "4: indexing: 3 keys for the 2 dims of bf16[M, K]; leave some out"),
     "index twice": ("return x[..., 0, ...]", {}, "4: indexing: '...' is given twice; write ':' for each dim instead"),
-    "index outside": ("return x[8]", {"x": "hw.f32[8, 4]"}, "4: indexing: 8 is outside of dim 0 of f32[8, 4]; indices go from 0 to 7"),
+    "index outside": ("return x[8]", {"x": "hw.f32[8, 4]"}, "4: indexing: 8 is outside dim 0 of f32[8, 4]; indices go from -8 to 7"),
     "slice outside": (
         "return x[:, 2:5]",
         {"x": "hw.f32[8, 4]"},
@@ -194,7 +202,7 @@ ERRORS = {
     "pad value": (
         "return hw.pad(x, (1, 1), value=0.5)",
         {"x": "hw.i32[4]"},
-        "4: pad: 0.5 is not a value of i32[4]; use hw.astype on the tensor",
+        "4: pad: 0.5 is not a value of i32[4]; use hw.astype or another number",
     ),
     "stream of a joined dim": (
         "return hw.concat([x, x]).stream(0, chunks=2)",
@@ -213,17 +221,17 @@ ERRORS = {
     "seed": (
         "return hw.uniform(x, seed=-1)",
         {},
-        "4: uniform: seed=-1 is not a u32; give an int from 0 to 4294967295, or a u32 tensor without dims",
+        "4: seed=-1 is not a u32; give an int from 0 to 4294967295, or a u32 tensor without dims",
     ),
     "seed dtype": (
         "return hw.uniform(x, seed=w)",
         {"w": "hw.i32[()]"},
-        "4: uniform: seed=Tensor(i32[]) is not a u32; give an int from 0 to 4294967295, or a u32 tensor without dims",
+        "4: seed=Tensor(i32[]) is not a u32; give an int from 0 to 4294967295, or a u32 tensor without dims",
     ),
     "uniform": (
         "return hw.uniform(x, seed=1)",
         {"x": 'hw.f32["A", "B", "C", "D", "E"]'},
-        "4: uniform: f32[A, B, C, D, E] has 5 dims, but at most 4 are supported; reshape it",
+        "4: f32[A, B, C, D, E] has 5 dims, but at most 4 are supported; reshape it",
     ),
     "dropout": ("return hw.dropout(x, 2, seed=1)", {}, "4: dropout: p=2 is not a probability from 0 to 1"),
     "softmax axis": ("return hw.softmax(x, axis='Q')", {}, "4: softmax: bf16[M, K] has no dim named Q"),

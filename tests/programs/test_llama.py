@@ -205,10 +205,13 @@ def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "mixtral": ({"model_type": "mixtral"}, "model_type mixtral with experts and their router, which this model lacks; give a plain Llama"),
-    "qwen": ({"model_type": "qwen2"}, "model_type qwen2 with biases of queries, keys and values, which this model lacks"),
+    "mixtral": (
+        {"model_type": "mixtral"},
+        "model_type mixtral with experts and their router, which this example lacks; give a plain Llama",
+    ),
+    "qwen": ({"model_type": "qwen2"}, "model_type qwen2 with biases of queries, keys and values, which this example lacks"),
     "qwen3": ({"model_type": "qwen3", "attention_bias": True}, "with norms of queries and keys, biases of attention, which this"),
-    "unknown": ({"model_type": "mamba"}, "model_type mamba with layers of another architecture, which this model lacks"),
+    "unknown": ({"model_type": "mamba"}, "model_type mamba with layers of another architecture, which this example lacks"),
     "biases": ({"attention_bias": True}, "model_type llama with biases of attention, which"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn"}}, "with rotary embeddings of type yarn, which"),
     "older yarn": ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "with rotary embeddings of type linear, which"),
@@ -251,7 +254,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     tensors = load_file(checkpoint(False)[0] / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj"
     for changed, message in (
-        ({**tensors, f"{name}.bias": torch.zeros(128)}, rf"the model has no tensor {name}.bias, one of 1 unknown ones; give a plain Llama"),
+        ({**tensors, f"{name}.bias": torch.zeros(128)}, rf"the model has no parameter {name}.bias, one of 1 unknown; give a plain Llama"),
         ({key: tensors[key] for key in tensors if key != f"{name}.weight"}, rf"there is no tensor {name}.weight, one of 1 missing ones"),
         ({**tensors, f"{name}.weight": torch.zeros(127, 64)}, rf"{name}.weight: .*dim 0 is 127; it must be 128"),
     ):

@@ -1,4 +1,4 @@
-"""Calls in which one size or all sizes are 0, with each transport."""
+"""Calls with sizes of 0, with each transport, and with empty slices."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def gradients(model: Any, x: Any, module: Any) -> list[torch.Tensor]:
 
 @pytest.mark.extra
 def test_backend_on_one_rank() -> None:
-    """torch.compile finds the backend by its name. Equal layers are one function, and parameters keep their names."""
+    """torch.compile finds the backend by its name. Equal layers are one function, and parameters have names of the module."""
     module = Model().eval()
     backend = Backend()
     with torch.no_grad():
@@ -126,7 +126,7 @@ BREAKS = {
 @pytest.mark.extra
 @pytest.mark.parametrize("kind", ["a missing op", "a branch", pytest.param("a side effect", marks=pytest.mark.slow)])
 def test_a_break(kind: str) -> None:
-    """The regions before and after a graph break are programs of two ranks. `explain` lists all eager parts."""
+    """The regions before and after a graph break are programs of two ranks. `explain` lists unsupported ops and graph breaks."""
     between, told = BREAKS[kind]
     module = Model(between).eval()
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (X,), fullgraph=False)
@@ -175,7 +175,7 @@ def mesh() -> Iterator[Any]:
 
 
 def of_rank(module: nn.Module, rank: int, mesh: Any) -> Model:
-    """The module, with DTensor parameters that have the blocks of this rank."""
+    """A copy of the module, with the blocks of this rank as DTensors."""
     made = Model(module.between)
     for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
         *words, name = path.split(".")

@@ -1,4 +1,4 @@
-"""Programs for one or four ranks, and functions that call a program on every rank. Each rank is a thread of the test."""
+"""Programs for one or four ranks, and functions that run and check them. Ranks are threads of the test."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
         ({"WORLD_SIZE": "2", "RANK": "2"}, "hw.Environment: RANK=2 and WORLD_SIZE=2: the rank must be from 0 to 1"),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
-            "hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to this host on all ranks, or use hw.MPI()",
+            "hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to its name on all ranks, or use hw.MPI()",
         ),
     ],
 )
@@ -297,7 +297,7 @@ def test_mpi(spread: bool) -> None:
         provider = MPI(FakeComm(rank, shared))
         store = provider.store("default", 20)
         world = meet(store, "default", *provider.rank_and_count("default"), 20)
-        again = provider.store("default", 20)  # This does not use MPI again.
+        again = provider.store("default", 20)  # This has no collective of MPI.
         records = StoreExchange(again, world.prefix, rank, 3).gather(str(rank), 20)
         for one in (store, again):
             assert isinstance(one, TcpStore)

@@ -168,7 +168,13 @@ PUTS = "HW_CHECK(puts_.fork(caller));\n"
 @pytest.mark.parametrize(
     ("transport", "place"),
     [("two_sided", FORK), ("two_sided", GUARD), ("two_sided", RECV), ("peer", PUTS), ("one_sided", PUTS)],
-    ids=["before a loop", "inside a group", "inside a group with a recv in it", "while others wait for its signal", "for one of NCCL"],
+    ids=[
+        "before a loop",
+        "inside a group",
+        "inside a group with a recv in it",
+        "while others wait for its signal",
+        "while others wait for a signal of NCCL",
+    ],
 )
 def test_a_rank_that_fails_in_the_middle(transport: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks are in their calls. Afterwards, a new group of the same threads works, and so does `run`."""
@@ -223,7 +229,7 @@ def test_a_rank_that_closes_its_group() -> None:
 
 
 def test_the_process_that_keeps_the_store_is_killed() -> None:
-    """Rank 1 reports that the process with the store was killed, leaves the group, and joins a new group of one rank."""
+    """Rank 1 reports that the store of rank 0 does not answer, leaves the group, and joins a new group of one rank."""
     script = """
 import os, subprocess, sys
 import hostweave as hw
@@ -317,10 +323,10 @@ anew(0)
 said(lambda: program(x)[::2, 0])
 with cpu.seeded(3):
     said(lambda: program(x))
-said(lambda: (hw.compile(gathered) if rank else another)(x))  # at its first call
+said(lambda: (hw.compile(gathered) if rank else another)(x))  # compares programs
 said(lambda: verified(x if rank else x[:, :2].copy()))
 said(lambda: verified(x)[::2, 0])
-said(lambda: program(x if rank else x[:1]))  # rank 1 has seen its size
+said(lambda: program(x if rank else x[:1]))  # only rank 0 compares sizes
 anew(1, call_timeout=1)
 said(lambda: program(x)[::2, 0])
 if rank == 1:
@@ -333,7 +339,7 @@ said(lambda: program(x))
 
 
 def test_errors_of_ranks_as_processes_on_the_cpu() -> None:
-    """The CPU device reports errors with which NCCL would hang or give wrong results."""
+    """Ranks report different programs and sizes, a late rank, and features that need threads or one host."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
     for rank, output in enumerate(outputs):

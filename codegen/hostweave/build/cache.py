@@ -1,7 +1,7 @@
 """Cache of built programs and their objects. An entry is a folder, published by an atomic rename.
 
-If several processes need the same entry, one makes it, and the others wait. Cached code runs with the user's rights, so the cache refuses
-folders that other users can write, and files that changed after they were published.
+If several processes need the same entry, one makes it, and the others wait. The file system must have locks for this. Cached code runs
+with the user's rights, so the cache refuses folders that other users can write, and files that changed after they were published.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
 _SUMS = "SHA256SUMS"  # digests of an entry's files; the file's modification time is that of the entry's last use
-_EVICTED = "evicted"  # file with the modification time of the last eviction
+_EVICTED = "evicted"  # file whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _MAX_PREFIX = 50  # characters of the readable prefix
 _MIN_UNUSED_SECONDS = 3600.0  # entries stay this long after their last use, because a build may be about to link them
-EVICTION_PERIOD = 600.0  # seconds between evictions by builds
+EVICTION_PERIOD = 600.0  # minimum number of seconds between evictions by builds
 _MAX_LINKS = 40  # maximum number of symbolic links in a path, as in Linux
 _MAX_CLOCK_SKEW = 10**10  # nanoseconds by which a file server's clock may be ahead
 _LIMIT = "10 GB"
@@ -65,7 +65,7 @@ class CacheEntry:
 
 
 def size_text(count: int) -> str:
-    """Formats a number of bytes in nine columns, such as `  1.2 MB`."""
+    """Formats a number of bytes in at least nine columns, such as `   1.2 MB`."""
     return f"{count / 1e6:6.1f} MB" if count >= 1e5 else f"{count / 1e3:6.1f} kB"
 
 
@@ -87,7 +87,7 @@ def root() -> Path:
 
 
 def limit() -> int:
-    """Maximum size of the cache in bytes, as HOSTWEAVE_CACHE_LIMIT states."""
+    """Maximum size of the cache in bytes: HOSTWEAVE_CACHE_LIMIT, or 10 GB."""
     text = os.environ.get("HOSTWEAVE_CACHE_LIMIT") or _LIMIT
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B)?", text.strip(), re.ASCII)
     if not number:
@@ -96,7 +96,7 @@ def limit() -> int:
 
 
 class _FailedBuildError(BuildError):
-    """A failed build. The message names the log, also in builds that depend on this one."""
+    """A failed build. Builds that depend on this one raise the same error."""
 
 
 def key_of(*parts: str) -> str:
@@ -139,7 +139,7 @@ def lookup(name: str) -> Path | None:
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
     """Returns the folder of entry `name`. If the entry is missing, `make` fills a new folder, which is then published. If `make` raises
-    BuildError, the folder moves to `failed`, and the error names it."""
+    BuildError, and not from a nested build, the folder moves to `failed`, and the error names it."""
     if found := lookup(name):
         return found
     entry = root() / name
@@ -222,16 +222,16 @@ def evict(period: float = 0.0) -> None:
     eviction was less than `period` seconds ago, because an eviction reads all entries."""
     max_bytes, total = limit(), 0
     mark = root() / _EVICTED
-    with contextlib.suppress(OSError):  # no eviction yet, or a read-only cache
+    with contextlib.suppress(OSError):  # no eviction yet
         if abs(time.time() - mark.stat().st_mtime) < period:
             return
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the cache may be read-only
         mark.touch()
     for entry in sorted(entries(), key=lambda entry: entry.used, reverse=True):
         total += entry.bytes
         unused = abs(time.time() - entry.used)  # abs, because a clock that was set back leaves future times
         if total > max_bytes and unused > _MIN_UNUSED_SECONDS:
-            with contextlib.suppress(OSError):  # another process may have removed the entry
+            with contextlib.suppress(OSError):  # the cache may be read-only, or another process may be removing the entry
                 _remove(entry.path)
 
 

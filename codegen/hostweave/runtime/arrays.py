@@ -95,7 +95,7 @@ class ForeignBuffer(NamedTuple):
 def _no_memory(what: object, shape: Iterable[int], error: Exception | None = None) -> ExecutionError:
     """Error for a failed allocation, with the first line of `error`."""
     said = f" ({str(error).partition(chr(10))[0]})" if error else ""
-    return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; pass smaller arrays")
+    return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; use smaller arrays")
 
 
 def library_of(array: Array) -> ArrayLibrary:

@@ -89,7 +89,7 @@ def _host(environ: Environ, launcher: Launcher, count: int) -> str:
         return first_node(nodes)
     if environ.get(launcher.local_count) == str(count) or count == 1:
         return "127.0.0.1"
-    raise ArgumentError("hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to this host on all ranks, or use hw.MPI()")
+    raise ArgumentError("hw.Environment: the host of rank 0 is unknown; set MASTER_ADDR to its name on all ranks, or use hw.MPI()")
 
 
 def first_node(nodes: str) -> str:

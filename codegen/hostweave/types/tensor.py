@@ -332,7 +332,7 @@ def shape_given(array: Any) -> Shape | None:
 
 def _shape_of(array: Any, word: str) -> Shape:
     if (shape := shape_given(array)) is None:
-        raise ArgumentError(f"{word}: {type(array).__name__} is not an array; pass np.asarray of it")
+        raise ArgumentError(f"{word}: {type(array).__name__} is not an array; pass an array, such as np.asarray of a list")
     return shape
 
 

@@ -40,11 +40,11 @@ std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue);
 // Increments `word` when the op is done, or at once if the op is already done.
 void mark_op(Op& op, std::uint64_t* word);
 
-// Like add_node, for cudaEventRecord and cudaStreamWaitEvent. These nodes define dependencies between lanes.
+// Like add_node, for cudaEventRecord and cudaStreamWaitEvent. A stream that waits for a captured event is captured too.
 std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool external);
 std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool external);
 
-// Returns an error and invalidates the capture if the capture mode of the calling thread forbids this call.
+// Returns an error and invalidates a capture if the mode of this capture and that of the calling thread forbid this call.
 std::optional<cudaError_t> forbidden_in_capture(const char* call);
 // Returns an error and invalidates the capture if this stream is captured. Calls that query a stream, or wait for a stream, use
 // this function.

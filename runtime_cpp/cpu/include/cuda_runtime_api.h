@@ -1,5 +1,5 @@
-// The part of the CUDA runtime API that Hostweave's programs use. The CPU device implements this API. Names, values and
-// signatures are those of CUDA. So an object that was compiled with CUDA's headers also links with the CPU device.
+// The part of the CUDA runtime API that Hostweave uses, with CUDA's names and values. An object that was compiled with CUDA's
+// headers also links with the CPU device.
 #pragma once
 #include <stddef.h>
 
@@ -62,7 +62,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
-// Programs with these functions compile, but every call fails with "not supported by the CPU device".
+// Programs with this function compile, but every call fails with "not supported by the CPU device".
 typedef void (*cudaHostFn_t)(void* userData);
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* userData);
 

@@ -1,4 +1,4 @@
-// Scaled dot-product attention that does not materialise the scores. A plan is made once per shape; calls only enqueue work.
+// Scaled dot-product attention that does not materialise the scores. `prepare` finds or makes a plan; calls only enqueue work.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -59,13 +59,13 @@ class Attentions {
   Hidden<Plans> plans_;
 };
 
-// o = softmax(scale q kT + bias) v, with an optional bias. Groups of consecutive heads of q share one head of k and v. All
-// operands have three dims, or four with the batch first.
+// o = softmax(scale q kT + bias) v, with an optional bias. Groups of consecutive heads of q share one head of k and v.
+// q, k, v and o have three dims, or four with the batch first.
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError if neither cuDNN nor the kernels support the problem. Without `blind_zeros`, also throws ExecutionError
-  // if there are no columns, or if there are no lengths and a row attends to no column.
+  // Throws ExecutionError if the problem is not supported. Unless it is empty or `blind_zeros` is set, also throws
+  // ExecutionError if there are no columns, or if without lengths the diagonal and window leave a row without columns.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

@@ -100,8 +100,8 @@ def test_impossible_typical_sizes(size: int, message: str) -> None:
     [
         ({"sizes": {"M": 0}}, "sizes: M=0: a typical size is an int of at least 1; correct it, or omit it"),
         ({"sizes": {"M": 1.5}}, "sizes: M=1.5: a typical size is an int"),
-        ({"sizes": ["M"]}, "sizes=['M'] is not a dict of names; write sizes={...}"),
-        ({"choices": "none"}, "choices='none' is not a dict of names; write choices={...}"),
+        ({"sizes": ["M"]}, "sizes=['M'] is not a dict of names; write sizes={\"NAME\": ...}"),
+        ({"choices": "none"}, "choices='none' is not a dict of names; write choices={\"NAME\": ...}"),
         ({"tf32": "no"}, "tf32='no' is neither True nor False; write one of them"),
     ],
 )

@@ -320,12 +320,10 @@ def _indices(x: Tensor) -> list[Tensor]:
 
 def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:
     if len(counter) > MAX_RANDOM_DIMS:
-        raise ProgramError.here(f"uniform: {x.type} has {len(counter)} dims, but at most {MAX_RANDOM_DIMS} are supported; reshape it")
+        raise ProgramError.here(f"{x.type} has {len(counter)} dims, but at most {MAX_RANDOM_DIMS} are supported; reshape it")
     for name, value in (("seed", seed), ("draw", draw)):
         if not fits(value, u32) if isinstance(value, int) else isinstance(value, Tensor) and value.dtype != u32:
-            raise ProgramError.here(
-                f"uniform: {name}={value} is not a u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims"
-            )
+            raise ProgramError.here(f"{name}={value} is not a u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims")
     places = counter or [hw.iota(hw.expand_dims(x, 0), 0, u32)]  # a tensor without dims has counter 0
     numbers = record("philox", *places, *(0 for _ in range(len(places), MAX_RANDOM_DIMS)), seed, draw)
     return numbers if counter else hw.reshape(numbers)

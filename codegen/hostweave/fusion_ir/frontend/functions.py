@@ -394,7 +394,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     if x.dtype.kind == "bool" and value in (0, 1):
         value = bool(value)
     if not fits(value, x.dtype):
-        raise ProgramError.here(f"pad: {value!r} is not a value of {x.type}; use hw.astype on the tensor")
+        raise ProgramError.here(f"pad: {value!r} is not a value of {x.type}; use hw.astype or another number")
     rest = (0,) * (x.ndim - len(pad) // 2)
     low, high = (rest + tuple(pad[i::2])[::-1] for i in (0, 1))
     exact = float(value) if x.dtype.kind == "float" else int(value)

@@ -23,7 +23,8 @@ LARGE = 720720 << 20  # value of symbols in comparisons of bounds; divisible by 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
     """Part of x that the keys select: slices with a positive step, ints (drop a dim), `None` (adds a dim) and `...`.
 
-    A slice must be within its dim, and must not be empty. If the size is symbolic, each call of the program checks that the slice fits.
+    A slice must be within its dim, and must not be empty. If the size is symbolic, each call of the program checks that the slice fits. The
+    slice may then be empty at small sizes.
     """
     keys = _spread(x.type, key if isinstance(key, tuple) else (key,))
     cuts = [k for k in keys if k is not None]
@@ -57,14 +58,14 @@ def _instead_of(key: Any) -> str:
         return "choose by values with hw.where(condition, x, 0)"
     if kind and hasattr(key, "type"):
         return "to select rows by a tensor of indices, use hw.take(x, ids, 0)"
-    return "use hw.concat([x[i], ...]) for known indices"
+    return "use hw.stack([x[i], ...]) for known indices"
 
 
 def _selected(x: Tensor, axis: int, index: int) -> Tensor:
     size = x.type.shape[axis]
     if size.is_int:
         if not -int(size) <= index < int(size):
-            raise ProgramError.here(f"indexing: {index} is outside of dim {axis} of {x.type}; indices go from 0 to {int(size) - 1}")
+            raise ProgramError.here(f"indexing: {index} is outside dim {axis} of {x.type}; indices go from {-int(size)} to {int(size) - 1}")
         index %= int(size)
     return record("select", x, axis=axis, index=index)
 

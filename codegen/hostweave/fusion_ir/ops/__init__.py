@@ -41,7 +41,7 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
     result = []
     for operand in op.operands:
         if not isinstance(operand, str) and not fits(operand, dtype):
-            raise ProgramError(f"{op.kind}: {operand!r} is not a value of {tensors[-1]}; use hw.astype on the tensor", op.location)
+            raise ProgramError(f"{op.kind}: {operand!r} is not a value of {tensors[-1]}; use hw.astype or another number", op.location)
         result.append(types[operand] if isinstance(operand, str) else TensorType(dtype, ()))
     return tuple(result)
 

@@ -1,4 +1,4 @@
-"""Computes pointwise ops in the shape before or after a reshape. They then fuse with kernels of that shape.
+"""Computes pointwise ops in the shape before or after a reshape. They then fuse with kernels of that shape. If %x is a matmul:
 
     %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
     %h_3d: bf16[S, B, N] = reshape(%h)                  %g: bf16[S*B, N] = tanh(%h)
@@ -51,7 +51,7 @@ class _Groups:
         self.changed: set[str] = set()  # groups that move, and views of their operands and results
 
     def moved(self, op: Op) -> _Group | None:
-        """Group of an op, with its new shape. None if no move lets the group fuse with more kernels."""
+        """Group of an op, with its new shape. None if the group does not move now, or was returned before."""
         if op.result.name in self.seen or not is_pointwise(op):
             return None
         names, have = self.connected(op), op.result.type.shape
@@ -66,7 +66,7 @@ class _Groups:
         return None
 
     def shapes_beside(self, names: set[str], have: Shape) -> Iterator[Shape]:
-        """Shapes in which kernels compute the reshaped operands of a group, or read its reshaped values."""
+        """Shapes of kernels that compute operands of a group before a reshape, or read its values after a reshape."""
         reshapes = {op.result.name for name in names for op in self.beside(name) if op.kind == "reshape"}
         for result in sorted(reshapes, key=self.numbers.__getitem__):
             (source,) = self.made[result].tensors
