@@ -65,7 +65,7 @@ struct SharedGroup::Segment {
     std::atomic<std::int32_t> device;                // device + 1; 0 until the rank has joined
   };
   std::uint64_t token;
-  std::atomic<std::int32_t> size;  // set by the first rank
+  std::atomic<std::int32_t> size;  // set by the rank that joins first
   std::atomic<std::int32_t> arrived;
   Seat seats[kRanks];
   std::atomic<std::uint64_t> signals[kRanks][kRanks][kCounts];  // given signals by sender, receiver and number
@@ -95,8 +95,9 @@ std::unique_ptr<SharedGroup> SharedGroup::join(const SharedFile& file, std::uint
   }
   Mapping mapping = map_shared(file, sizeof(Segment) + sizeof(Ring) * size * size);
   if (!mapping.get() || reinterpret_cast<Segment*>(mapping.get())->token != token) {
-    problem = "process " + std::to_string(file.process) +
-              ", which made the id, has ended or cannot be reached: ranks on the CPU are processes of one host and user";
+    problem = "the id of process " + std::to_string(file.process) +
+              " cannot be opened: the process has ended, is of another host or user, or has closed the id; make a new id for each "
+              "communicator";
     return nullptr;
   }
   std::unique_ptr<SharedGroup> group(new SharedGroup(std::move(mapping), rank, size));
@@ -176,7 +177,7 @@ bool SharedGroup::advance(std::atomic<std::uint64_t>& count, std::uint64_t end, 
     const auto then = std::move(piece.then);
     pieces.pop_front();
     if (then) then();
-    if (Machine::get().failed()) return false;  // The data may be inconsistent.
+    if (Machine::get().failed()) return false;  // `then` may have found that the ranks disagree.
   }
   if (now == begun) return false;
   count.store(now, std::memory_order_release);

@@ -54,7 +54,7 @@ void Machine::await_turn(Lock& lock, HostThread& me) {
 }
 
 bool Machine::wait_seeded(Lock& lock, HostThread& me) {
-  if (me.attached && turn_ != &me) {  // A thread that has just attached does not have the turn.
+  if (me.attached && turn_ != &me) {  // The thread has just attached, and is not the last one to attach.
     await_turn(lock, me);
     return !failed_;
   }
@@ -73,7 +73,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
       const bool woken = turn_free_.wait_until(
           lock, end, [&] { return failed_ || (turn_ == nullptr && attached_.empty() && (me.ready() || !ready_.empty())); });
       me.inside = true;
-      if (!woken) fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
+      if (!woken) fail(deadlock_report() + "\n  (this wait has lasted " + std::to_string(config.timeout_seconds) + " seconds)");
       std::erase(waiting_, &me);
       if (failed_) return false;
       turn_ = &me;

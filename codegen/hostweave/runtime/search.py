@@ -20,15 +20,13 @@ from hostweave.runtime.group import current
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
-RANKED = 3  # alternatives to run per choice, in addition to the sequential program
+RANKED = 3  # best predicted alternatives to run per choice; the sequential program always runs
 ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # warm-up calls and timed calls are per round and alternative
 
 
 class Searched(Protocol):
     """The part of `Program` that the search uses."""
 
-    @property
-    def choices(self) -> tuple[Choice, ...]: ...
     def measure(self, *arrays: Any, warmups: int, repetitions: int, **named: Any) -> list[list[Any]]: ...
     def close(self) -> None: ...
 

@@ -55,7 +55,7 @@ def size_of(size: int | torch.SymInt) -> int | str:
     try:
         return int(text) if text.isdigit() else str(Size.of(text))
     except ValueError:
-        why = f"a size of {text} is not supported; compile with fixed sizes, or with sums, products and quotients of sizes"
+        why = f"a size of {text} is not supported; compile with fixed sizes, sums, products of different sizes, or quotients by an int"
         raise ProgramError.here(why) from None
 
 
@@ -72,7 +72,7 @@ OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
 
 
 def location(node: Node) -> Location | None:
-    """The user's line that created a node."""
+    """The user's line that created a node. Without such a line, the last line of the stack."""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not frame[0].startswith((*OF_TORCH, "<"))] or frames
     if not own:

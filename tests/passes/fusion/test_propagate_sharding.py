@@ -54,7 +54,7 @@ CASES = {
         "%y: f32[M, N] = matmul(%x, %w)",
         "%y: f32[M, N] = matmul(%x, %w)",
     ),
-    "if one axis shards both operands of a matmul, the result keeps that of the second": (
+    "if one axis shards both operands of a matmul, the result is sharded like the second": (
         "%x: f32[M@x, K], %w: f32[K, N@x]",
         "%y: f32[M, N] = matmul(%x, %w)",
         "%y: f32[M, N@x] = matmul(%x, %w)",
@@ -85,7 +85,7 @@ CASES = {
         %z: f32[M@x, N] = relu(%h)
         %y: f32[M@x, N] pinned = reshard(%z)""",
     ),
-    "backward from a matmul whose other operand is sharded along K": (
+    "backward from a matmul whose other operand is sharded along the summed dim": (
         "%x: f32[M, K], %v: f32[K, J], %w: f32[J@x, N]",
         """%h: f32[M, J] = matmul(%x, %v)
         %y: f32[M, N] = matmul(%h, %w)""",

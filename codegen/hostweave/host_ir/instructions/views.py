@@ -46,7 +46,7 @@ class View(Instruction):
     calls = False
 
     def type_of(self, source: BufferType) -> BufferType:
-        """Type of the view. Raises ValueError if the source has no such view."""
+        """Type of the view, without a check of its bounds. Raises ValueError if the source has no such view."""
         raise NotImplementedError
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
@@ -233,7 +233,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements: correct the shape")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # The smaller product is extended, or the product of the target if symbols hide which one is smaller.
+        while have != want:  # Extends the source if it divides the target, or if the target has no more dims. Otherwise extends the target.
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

@@ -45,7 +45,7 @@ PlacedMatmul = tuple[Place, ir.Matmul]
 
 DTYPES = ("f16", "bf16", "f32")
 MOST_ROWS = 128  # most rows for which the reads of the weights take longer than the products
-MIN_BYTES = 2 << 20  # fewest bytes of weights of a concurrent matmul; a fork takes longer than a read of fewer bytes
+MIN_BYTES = 2 << 20  # fewest bytes of weights of a matmul in `_concurrent`; a fork takes longer than a read of fewer bytes
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -111,7 +111,8 @@ def _may_wait(uses: DefUse, group: list[PlacedMatmul], place: Place) -> bool:
 
 
 def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
-    """True if a matmul has too many rows to be fused, but the reads of its weights take most of the time. False if sizes are unknown."""
+    """True if a matmul has too many rows to be fused, but reads of at least MIN_BYTES of weights take most of the time. False if sizes are
+    unknown."""
     rows, weights = product(uses.types[matmul.a].shape[:-1]), uses.types[matmul.b]
     size = product(weights.shape)
     is_known = rows.is_int and size.is_int and len(weights.shape) == 2
@@ -119,7 +120,7 @@ def _reads_many_weights(uses: DefUse, matmul: ir.Matmul) -> bool:
 
 
 def _products(uses: DefUse, place: Place, launch: ir.Launch, kernel: ir.Kernel) -> list[PlacedMatmul]:
-    """Matmuls whose results a kernel reads. Empty if the kernel cannot be fused with all of them."""
+    """Matmuls to fuse with a kernel that reads their results. Empty if the kernel cannot be fused."""
     found = list(_read_products(uses, place))
     if not 2 <= len(found) <= ir.PRODUCTS or place.around:
         return []
@@ -173,7 +174,7 @@ def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
 
 
 def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bool:
-    """True if each element of a result depends only on elements of the matmuls at the same index."""
+    """True if each element of a result reads the results of the matmuls only at its own index."""
     try:
         walked = iteration(kernel)
     except NotOneKernel:

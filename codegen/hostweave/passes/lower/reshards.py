@@ -20,7 +20,7 @@ class Reshards:
     def __init__(self, flow: Dataflow, buffers: Buffers, kernels: Kernels, b: Builder):
         self.flow, self.buffers, self.kernels, self.b = flow, buffers, kernels, b
         self.transfers = Transfers(b, flow, buffers)
-        self.lowerings: dict[str, Lowering] = {}  # result of a reshard in the current loop -> its lowering
+        self.lowerings: dict[str, Lowering] = {}  # result of a reshard in a chunk loop -> its lowering
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
         """Creates the lowerings of the reshards in a loop. Returns the first one, or None if the loop has no communication."""
