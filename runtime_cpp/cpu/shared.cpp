@@ -96,7 +96,7 @@ std::unique_ptr<SharedGroup> SharedGroup::join(const SharedFile& file, std::uint
   Mapping mapping = map_shared(file, sizeof(Segment) + sizeof(Ring) * size * size);
   if (!mapping.get() || reinterpret_cast<Segment*>(mapping.get())->token != token) {
     problem = "the id of process " + std::to_string(file.process) +
-              " cannot be opened: the process has ended, is of another host or user, or has closed the id; make a new id for each "
+              " cannot be opened: the process has ended, is of another host or user, or has closed the id; make one id per "
               "communicator";
     return nullptr;
   }
