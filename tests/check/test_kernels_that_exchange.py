@@ -44,7 +44,7 @@ def test_the_verifier() -> None:
             "has a max of f32, but kernels only sum f16, bf16, f32: use all_reduce",
         ),
         (program(KERNEL.replace("axes=(tp)", "axes=(dp)")), "is along dp: use a channel along these axes, of at most 8 ranks"),
-        (program(body=f"group {{ {BODY} }}"), "a group may contain only communications: move the instruction out"),
+        (program(body=f"group {{ {BODY} }}"), "a group may contain only communications, no kernels: move the instruction out"),
         (program(body=f"if rank == 0 {{ {BODY} }}"), "a collective is not allowed under `if rank == 0`"),
         (program(body=BODY.replace("%p, %x", "%p")), "@add takes 2 buffers, not 1"),
     ):

@@ -241,7 +241,7 @@ BODIES = {
         "text:3: @t: all_reduce sum %x -> %y on x: a collective is not allowed in a loop of local(M, x) steps, "
         "which differ between ranks: use send and recv there"
     ),
-    "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: a group may contain only communications: move the instruction out",
+    "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: a group may contain only communications, no kernels: move the instruction out",
     # streams and events
     "stream pool[0] {\n}": "text:2: @t: stream pool[0]: pool is not declared: add streams(pool[...]) to the header",
     "stream ring[0] {\nstream ring[1] {\n}\n}": ("text:3: @t: stream ring[1]: stream blocks cannot be nested: end the outer one first"),

@@ -300,7 +300,7 @@ def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
         ("attention %q, %k, %q scaled 1.0 -> %y", "with or without B, and G a divisor of H: reshape them"),
         ("attention %q, %k, %k scaled 1.0 -> %z", "%z is bf16[2, 2, T, 8], not bf16[2, 4, S, 8]"),
         ("attention %q, %k, %k scaled 1.0 lengths %q -> %y", "%q is bf16[2, 4, S, 8], but lengths must be contiguous i32[2]"),
-        ("attention %q, %k, %k scaled 1.0 diagonal 0 corner bottom_right -> %y", "write bottom_right with lengths, or remove it"),
+        ("attention %q, %k, %k scaled 1.0 diagonal 0 corner bottom_right -> %y", "write bottom_right with lengths and a diagonal"),
         ("attention %q, %k, %k scaled 1.0 window 4 -> %y", "window 4: write an int of at least 1, and a diagonal"),
         ("attention %q, %k, %k scaled 1.0 -> %y lse %z", "%z is bf16[2, 2, T, 8], but lse must be contiguous f32[2, 4, S]"),
         ("attention %q, %k, %k scaled 1.0 -> %y lse %z, %u", "lse is one buffer: name one"),

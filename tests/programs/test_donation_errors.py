@@ -46,7 +46,7 @@ host @f(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) -> (%y: f32[S] in %x,
         check_host(unwritten)
     for wrong, message in {
         "%sum: f32[] in %x": r"%x is f32\[S\]: give them the same dims",
-        "%sum: f32[] in %sum": "`in` must name an input: write one of",
+        "%sum: f32[] in %sum": "only an output may be in an input: write one of",
     }.items():
         with pytest.raises(ProgramError, match=message):
             verify_host(HostProgram.parse(text.replace("%sum: f32[])", f"{wrong})")))

@@ -1,4 +1,4 @@
-"""Builder of host programs. Names become unique. Identity views are omitted, and equal views are reused."""
+"""Builder of host programs. Names of buffers become unique, and equal views are reused."""
 
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext

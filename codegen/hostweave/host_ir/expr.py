@@ -1,5 +1,5 @@
-"""Integer expressions of host programs, over indices, rank coordinates and sizes. `/` rounds down. Divisors are sizes or positive numbers,
-so the result of `%` is never negative."""
+"""Integer expressions of host programs, over indices, rank coordinates and sizes. `/` rounds down. Divisors must be positive, so the
+result of `%` is never negative."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
 
 # --- ranges -----------------------------------------------------------------------------------------------------------
 
-Range = tuple[int | None, int | None]  # smallest and largest value; None if unknown
+Range = tuple[int | None, int | None]  # lower and upper bound; None if unknown
 
 
 def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh) -> Range:

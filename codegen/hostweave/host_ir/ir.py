@@ -105,8 +105,8 @@ class Kernel:
     def descriptive_name(self) -> str:
         """Name that is made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
-        The name omits iota. It also omits an op if the name of its result begins with the op, such as `multiply_y`. If the result names are
-        long, the name has only the last one. A kernel that updates its operand in place is named after the op and the operand.
+        The name omits iota, and the op of a returned value whose name begins with the op, such as `multiply_y`. If the names of the results
+        are long, the name has only the last one. A kernel that updates its operand in place is named after the op and the operand.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -217,7 +217,7 @@ class HostProgram:
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        """Text of the program: kernels, functions, then the body, with one instruction per line."""
+        """Text of the program: kernels, functions and choices, then the body, with one instruction per line."""
         lines = [line for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel)]
         lines += [line for kernel in self.kernels for line in kernel.lines()]
         for f in self.functions:

@@ -76,8 +76,8 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Number of indices of the source before and after a partial view. Empty for other instructions, and if the numbers depend on the rank
-    or a loop index."""
+    """Number of indices of the source before and after a partial view. Empty for other instructions, and if the numbers are not known as
+    sizes."""
     if view.span is None:
         return ()
     dim, start, extent = view.span

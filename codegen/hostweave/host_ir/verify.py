@@ -9,7 +9,7 @@ RULES = {**computing.RULES, **communication.RULES, **control.RULES}
 
 
 def verify_host(program: ir.HostProgram) -> None:
-    """Raises ProgramError for the first fault of a host program, with the text of the faulty instruction."""
+    """Raises ProgramError for the first fault of a host program."""
     checker = Checker(program, RULES)
     checker.header()
     for kernel in program.kernels:

@@ -1,4 +1,4 @@
-"""Communication instructions of the host IR. All buffers of an instruction must be contiguous and have one dtype."""
+"""Communication instructions of the host IR. Buffers must be contiguous and have one dtype, except in a LaunchExchange."""
 
 from dataclasses import dataclass
 from typing import ClassVar

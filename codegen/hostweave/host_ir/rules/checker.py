@@ -108,12 +108,12 @@ class Checker:
         self.windows.update(self.program.windows)
 
     def memories(self) -> None:
-        """Checks that one output reuses each donated input, with the same dims in any order."""
+        """Checks that at most one output reuses each input, and that both have the same dims in any order."""
         inputs, reused = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
             if parameter in self.program.inputs or parameter.memory not in inputs:
-                self.fail(f"{here}: `in` must name an input: write one of {', '.join(map('%{}'.format, inputs))}")
+                self.fail(f"{here}: only an output may be in an input: write one of {', '.join(map('%{}'.format, inputs))}")
             if not parameter.type.fills(inputs[parameter.memory]):
                 self.fail(f"{here}: %{parameter.memory} is {inputs[parameter.memory]}: give them the same dims")
             if parameter.memory in reused:

@@ -223,7 +223,7 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
     _has(c, i.lengths, BufferType(i32, q[:-3]), "lengths")
     _masks(c, i)
     if i.corner not in ("", BOTTOM_RIGHT) or (i.corner and (i.diagonal is None or not i.lengths)):
-        c.fail(f"corner {i.corner}: write {BOTTOM_RIGHT} with lengths, or remove it")
+        c.fail(f"corner {i.corner}: write {BOTTOM_RIGHT} with lengths and a diagonal, or remove it")
 
 
 def _masks(c: Checker, i: ir.Attention | ir.AttentionBackward) -> None:

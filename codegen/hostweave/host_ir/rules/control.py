@@ -13,7 +13,7 @@ def _group(c: Checker, i: ir.Group, scope: Scope) -> None:
     for inner in i.body:
         if not inner.posts or inner.exchanges:
             c.current = inner
-            c.fail("a group may contain only communications: move the instruction out")
+            c.fail("a group may contain only communications, no kernels: move the instruction out")
     c.inner(i.body, scope)
     transports = {c.program.channel(inner.channel).transport.name for inner in i.body if isinstance(inner, ir.Communication)}
     if len(transports) > 1:

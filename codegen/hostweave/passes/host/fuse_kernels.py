@@ -7,8 +7,8 @@ becomes
 
     launch @negative_multiply_y %x -> %y
 
-with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If another instruction reads %h, the fused kernel also
-writes %h.
+with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If other instructions read %h, the fused kernel also
+writes %h, or each reader recomputes %h.
 
 If two kernels read the same elements, and the later launch can move to the earlier one, merges the kernels. The field `ends` of each kernel
 states why its fusion ended.
@@ -160,7 +160,7 @@ class Links:
         return sorted(touching, key=_number)
 
     def waits(self, first: Place, last: Place) -> bool:
-        """True if an instruction between two places waits for other streams."""
+        """True if an instruction between two places may wait for other streams."""
         return bisect_left(self._waits, first.number) < bisect_left(self._waits, last.number)
 
     def between(self, first: Place, last: Place, roots: set[str]) -> list[tree.Instruction]:
@@ -215,7 +215,7 @@ class Links:
         return found
 
     def merged(self, producer: Place, consumer: Place, kept: list[str]) -> _FusedLaunch | str:
-        """The consumer's launch after fusion with the producer, or the reason why the fused kernel would be slow."""
+        """The consumer's launch after fusion with the producer, or the reason why the kernels do not fuse."""
         given = self.launches[producer], self.launches[consumer], tuple(kept)
         if given not in self._tried:
             merged = fused_launch(self, producer, consumer, kept)
@@ -291,8 +291,8 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputation reads no more bytes than a load of the result. Casts that do not narrow, and cheap formulas of small inputs
-    qualify."""
+    """True if a recomputation takes about as long as a load of the result, or less. Casts that do not narrow qualify, and
+    cheap formulas of small inputs."""
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
         return sum(OPS[op.kind].cost for op in ops) <= CHEAP

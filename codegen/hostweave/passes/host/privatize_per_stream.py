@@ -38,7 +38,7 @@ def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostPr
 
 
 def _chunks(uses: DefUse, name: str) -> list[Place]:
-    """Views of the chunks of an allocation, if each iteration of a stream block uses one chunk. Empty if the allocation has other uses."""
+    """Views of the chunks of an allocation, if each iteration of a stream block uses a chunk of its own. Otherwise empty."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in touches}
     if len(blocks) != 1 or None in blocks or uses.allocates[name].block is not None:
@@ -79,7 +79,7 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
         value = compiled(index, {})
         ranks = [{f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for rank in mesh.all_ranks]
         return all(len({value({**rank, step_index: step}) for step in steps}) == len(steps) for rank in ranks)
-    except KeyError:  # The index depends on another loop's index, or on a size.
+    except KeyError:  # The index depends on other values, such as a size.
         return False
 
 

@@ -9,7 +9,7 @@ separate kernel does it.
                                                     }
 
 The kernels of the ranks write to the memory of their peers, which takes less time than a collective. A kernel that computes the operand of
-a reduce_scatter stores each block in the memory of the rank that receives the block.
+a reduce_scatter can store each block in the memory of the rank that receives the block.
 
 A kernel occupies the device while it waits for other ranks. Programs that communicate on separate streams therefore keep their collectives.
 So do programs with signals, with a stated transport, or without access to peer memory.
@@ -142,7 +142,7 @@ class _Reducing:
         return replace(launch, kernel=name)
 
     def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int, producer: Place | None) -> tree.Body:
-        """The exchange, the collective, or a condition that chooses between them. Also launches the producer if it sends the term."""
+        """The exchange, or a choice between the exchange and the collective. Also launches the producer if it sends the term."""
         few: tree.Body = (IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location),)
         many: tree.Body = (i,) if end is place else (i, end.instruction)
         if producer:

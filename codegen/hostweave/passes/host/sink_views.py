@@ -100,8 +100,8 @@ def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, .
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
-    """Moves a view into the body of its only user. None if the body may run several times, or if several bodies use the view. Also None if
-    the view depends on the rank and the body is an `on` body, whose coordinates refer to another mesh."""
+    """Moves a view into the body of its only user. None for a loop or a group, and if several bodies use the view. Also None if the
+    view depends on the rank and the body is an `on` body, whose coordinates refer to another mesh."""
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:

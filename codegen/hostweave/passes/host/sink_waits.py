@@ -51,5 +51,5 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
 
 
 def _orders(instruction: tree.Instruction) -> bool:
-    """True if a join must stay before an instruction that uses or orders streams. Joins can pass other joins."""
+    """True if a join must stay before an instruction that uses or orders streams, or calls a function."""
     return not tree.names(instruction, "join") and any(i.orders or tree.names(i, "stream", "call") for i in tree.walk((instruction,)))

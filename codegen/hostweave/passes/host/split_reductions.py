@@ -83,7 +83,7 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
     if COUNT.name in dict(op.attributes):  # Only the second kernel divides by the divisor of a mean.
         first_op = Op("sum", op.operands, op.result, attributes(axis=op[AXES], keepdims=op[KEEPDIMS]), op.location)
     combine, is_narrow = OPS[op.kind].combine, source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
-    is_rounded = is_narrow and combine is not None and combine.identity  # True if partial results are f32
+    is_rounded = is_narrow and combine is not None and combine.identity  # True if partial results are widened to f32
     dtype = f32 if is_rounded else source.type.dtype
     keeps = op[KEEPDIMS]
     dims = [Dim(Size()) if axis in row else dim for axis, dim in enumerate(source.type.dims) if keeps or axis not in row]

@@ -1,4 +1,4 @@
-"""Splits a matmul whose sizes are not multiples of 16 bytes into an aligned matmul, and a matmul of the remaining rows, columns or terms.
+"""Splits a matmul whose sizes are not multiples of 16 bytes into an aligned matmul, and matmuls of the remaining rows, columns or terms.
 
                                       %y_aligned = slice %y[1: 50256 from 0]
                                       %y_rest = slice %y[1: 1 from 50256]

@@ -65,7 +65,7 @@ class _Rows:
             self.edits[place.number] = (*before, matmul, *after)
 
     def widened(self, root: str) -> dict[str, BufferType]:
-        """Types of a buffer and its views with padded rows. Empty if a use or the owner of the memory does not allow padding."""
+        """Types of a buffer and its views with padded rows. Empty if the buffer cannot be padded."""
         allocate, own = self.uses.allocates.get(root), self.uses.types[root]
         if not allocate or allocate.instruction.in_window or not own.shape[-1].is_int:
             return {}
