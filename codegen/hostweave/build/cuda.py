@@ -1,4 +1,4 @@
-"""Finds CUDA headers and libraries: in NCCL_HOME and the toolkit, then in the pip wheels. Each place may be incomplete."""
+"""Finds CUDA headers and libraries: in NCCL_HOME, the toolkit, the pip wheels, then the system. Each place may be incomplete."""
 
 from __future__ import annotations
 

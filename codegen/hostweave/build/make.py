@@ -1,4 +1,4 @@
-"""Compiles and links the files that the cache lacks, in parallel."""
+"""Compiles the files that the cache lacks, in parallel, and links modules and libraries."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def make_runtime(
 
 
 def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
-    """Writes one file per core that includes some of the sources, so that a core parses the common headers once."""
+    """Writes at most one file per core that includes some of the sources, so that a core parses the common headers once."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():
@@ -88,7 +88,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:
-    """Runs commands in `folder` in parallel, with output to `build.log`. Raises BuildError with the first line that reports an error."""
+    """Runs commands in `folder` in parallel, with output to `build.log`. Raises BuildError if one fails."""
 
     expect_steps(len(commands))
 

@@ -75,7 +75,7 @@ class Toolchain:
 
     @cached_property
     def stamp(self) -> str:
-        """Stamp that changes with the compiler, the libraries, the Python ABI or the GPU architecture."""
+        """Stamp of the target, flags, compiler, libraries, include folders, Python ABI and GPU architecture."""
         files = (self.compiler, *INSTALLED, *self.libraries, *([self.kernel_compiler.library] if self.kernel_compiler else []))
         python, arch = importlib.machinery.EXTENSION_SUFFIXES[0], self.kernel_compiler.arch if self.kernel_compiler else ""
         return "\n".join((self.target, arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))

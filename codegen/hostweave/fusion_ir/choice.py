@@ -14,7 +14,8 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Alternative:
-    """An algorithm with a number of chunks, or no overlap. `micros` is the time of the reshard and of the matmuls that it may overlap."""
+    """An algorithm with chunks, or no overlap. `micros` is the predicted time of the reshard and its matmuls, or measured for the
+    program."""
 
     algorithm: str
     chunks: int

@@ -132,8 +132,8 @@ def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, me
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
-    """Reduction that the result still needs, over axes of reduced dims and of partial operands. Raises ProgramError if one reduction does
-    not suffice."""
+    """Reduction that the result still needs, over axes of reduced dims and of partial operands. Raises ProgramError if the op is not
+    linear, or if one reduction does not suffice."""
     own = Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
     passed = {type.partial for type in operands if type.partial}
     if not passed:

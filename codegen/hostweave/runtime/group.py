@@ -67,9 +67,10 @@ def init(
 ) -> Group:
     """Makes this process a rank of a group, so that it can call programs. With `hw.Threads`, the current thread becomes the rank.
 
-    All ranks must call `init`, which returns when all ranks have joined. Returns the existing group if the process or thread is already in
-    it, and a new group if that group has failed. `provider` gives the rank, and a store for messages between ranks. By default the
-    environment variables of torchrun, mpirun or srun give both. Without such variables, this process is the only rank.
+    All ranks must call `init`. It returns when all ranks have joined, or at once without a store. Returns the existing group
+    if the process or thread is already in it, and a new group if that group has failed. `provider` gives the rank, and a store for messages
+    between ranks. By default the environment variables of torchrun, mpirun or srun give both. Without such variables, this process is the
+    only rank.
 
     `timeout` in seconds limits how long ranks may take to join, and to make their first call of a program. `call_timeout` in seconds limits
     the duration of a call. `device` is the index of this rank's GPU. The default is the local rank modulo the number of visible GPUs.
@@ -197,7 +198,7 @@ class Group(FallibleGroup):
         closes its parts.
 
         Raises ArgumentError if `color` is neither an int nor None, if `key` is not an int, or in a group of `hw.Communicators`. Raises
-        ExecutionError if the group has failed, or if another rank makes a different call or is late.
+        ExecutionError if the group has failed or is closed, or if another rank makes a different call or is late.
 
         Example: `pair = group.split(group.rank // 2)` makes groups of ranks 0 and 1, 2 and 3, and so on.
         """
@@ -235,7 +236,7 @@ class Group(FallibleGroup):
         only this rank can access the array.
 
         Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators` with several ranks. Raises
-        ExecutionError if the ranks cannot share memory, for example on several hosts. Also raises ExecutionError if the group has failed,
+        ExecutionError if the ranks cannot share memory, for example on several hosts. Also raises ExecutionError if the group is unusable,
         if another rank makes a different call or is late, or if memory runs out.
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.

@@ -59,8 +59,8 @@ class Threads:
     """Ranks that are `count` threads of this process. Call `hw.init` in every thread with the same `hw.Threads`, or let `run` start the
     threads.
 
-    A thread becomes the first free rank. The rank is free again when the thread has ended. Raises ArgumentError if `count` is below 1 or
-    above 1024.
+    A thread becomes the first free rank. The rank is free again when the thread has ended. Raises ArgumentError if `count` is not an int
+    from 1 to 1024.
 
     Example: `ranks = hw.Threads(8)`, then `ys = ranks.run(rank_main)`, where `rank_main(rank)` calls `hw.init(ranks)` and programs.
     """
@@ -182,7 +182,7 @@ class SplitProvider(KnownRank):
 
 @checked_arguments
 class Environment:
-    """Ranks that are processes started by torchrun, mpirun or srun. Rank 0 runs a TCP store.
+    """Ranks that are processes started by torchrun, mpirun or srun. Rank 0 runs a TCP store if there are several.
 
     The store listens at HOSTWEAVE_BIND, by default at MASTER_ADDR. Without MASTER_ADDR, the store listens at the first node of an srun
     step, or at 127.0.0.1 if all ranks are on one host. The port is HOSTWEAVE_PORT. The default port is computed from MASTER_PORT or the
@@ -260,8 +260,8 @@ class _PolledTorchStore:
 class MPI:
     """Ranks that are processes of an mpi4py communicator, by default MPI.COMM_WORLD.
 
-    Rank 0 runs a TCP store. MPI broadcasts the store's address and a random token. Raises MissingPackage if `comm` is omitted and mpi4py is
-    not installed. Raises ArgumentError if `comm` is not a communicator.
+    Rank 0 runs a TCP store if there are several. MPI broadcasts the store's address and a random token. Raises MissingPackage if `comm` is
+    omitted and mpi4py is not installed. Raises ArgumentError if `comm` is not a communicator.
 
     Example: `hw.init(hw.MPI())`.
     """
@@ -330,7 +330,7 @@ def default_provider() -> Provider:
 
 @atexit.register
 def close_servers() -> None:
-    """Closes this process's stores at exit, after a few seconds in which slower ranks can read the last records."""
+    """Closes this process's stores at exit, after at most a few seconds in which ranks can read the last records."""
     with _servers_lock:
         for server in _servers.values():
             server.close(linger=5)

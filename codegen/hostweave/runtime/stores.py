@@ -88,7 +88,7 @@ class TcpServer:
     """Server that stores the values, in a thread."""
 
     def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
-        """Listens at the first free address. Raises ExecutionError if no address is free."""
+        """Listens at the first free address. Raises ExecutionError if it can listen at none."""
         self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
         self.waiting: dict[str, set[asyncio.Future[bytes]]] = {}

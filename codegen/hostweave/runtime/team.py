@@ -161,7 +161,7 @@ class Team:
             error = None
 
     def _expect_progress(self, programs: Sequence[LocalProgram]) -> None:
-        """Raises ExecutionError if the interpreter exits, or no rank makes progress. The CPU device detects the latter itself."""
+        """Raises an error if the interpreter exits, or if a call is overdue, which the CPU device detects itself."""
         expect_running()
         if programs and programs[0].target.is_asynchronous and (late := next(filter(None, (group.overdue() for group in self.groups)), "")):
             raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_positions(programs)]))

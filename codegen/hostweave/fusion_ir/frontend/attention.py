@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
     Otherwise the matrix of scores is materialised. Sharded heads, `H@tp`, need no communication. For sharded keys and rows, see
     `attention`.
 
-    Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
+    Raises ProgramError if arguments are invalid, do not fit, or exclude each other.
 
     Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` with three `bf16[B, H@tp, S, 128]` gives `bf16[B, H@tp, S, 128]`.
     For one token with a cache of `bf16[B, H@tp, T, 128]`, write `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
@@ -130,7 +130,7 @@ def attention(
     log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. Packed sequences must not
     be sharded along rows or keys.
 
-    Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
+    Raises ProgramError if arguments are invalid, do not fit, or exclude each other.
 
     Example: `y, lse = hw.attention(q, k, v, "bottom_right")` with `q: bf16[B, H@tp, 1, 64]`, and `k` and `v` of `bf16[B, H@tp, T, 64]`.
     """
@@ -174,7 +174,7 @@ def attention_backward(
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
     summed over the dims along which the bias broadcasts. If such a dim is sharded, the bias gradient is a partial sum.
 
-    Raises ProgramError if shapes or dtypes do not fit.
+    Raises ProgramError if arguments are invalid, or do not fit.
 
     Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`. With
     `bias=b`, the function returns `dq, dk, dv, db`.

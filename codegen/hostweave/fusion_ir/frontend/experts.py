@@ -109,7 +109,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     If `repeats` is a tensor, `total` must give the size of the dim in the result. The last index is then repeated until the result is full,
     and repetitions beyond `total` are cut off. If `repeats` is an int, `total` is ignored.
 
-    Raises ProgramError if `repeats` has another shape, or if `total` is required and missing.
+    Raises ProgramError if `repeats` has another shape or dtype, or if `total` is required and missing.
 
     Example: `x: f32[M, N]` and `counts: i32[M]` give `f32[64, N]` by `hw.repeat_interleave(x, counts, total=64)`.
     """
@@ -162,8 +162,8 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. With a small capacity, a rank drops choices of
     the highest-numbered experts first and, among these, choices of the last tokens first. The host never reads the counts.
 
-    Raises ProgramError if the mesh has no such axis, or R does not divide the number of experts. With a capacity, R must also divide the
-    number of tokens.
+    Raises ProgramError for other shapes or dtypes of `experts`, if the mesh has no such axis, or if R does not divide the number of
+    experts. With a capacity, R must also divide the number of tokens, if this is an int.
 
     Example, with `ids: i64[T@ep, 8]`, `x: bf16[T@ep, H]`, `w: bf16[64@ep, H, H]` reshaped to [R, 64/R, H, H], and `weights: f32[T@ep, 8]`:
     `routing = hw.moe_routing(ids, 64, axes="ep")`, `rows = hw.moe_dispatch(x, routing)`, `h = hw.grouped_matmul(rows, w, routing.ends)`, `y

@@ -382,7 +382,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     `pad` is as in torch.nn.functional: the numbers of elements (before, after) of the last dim, then of the second-to-last dim, and so on.
     A sharded dim is gathered before it is padded. `mode` must be "constant".
 
-    Raises ProgramError for another mode, for a negative width, for too many widths, or for a value that the dtype cannot represent.
+    Raises ProgramError for another mode, a negative width, a wrong number of widths, or a value that the dtype cannot represent.
 
     Example: `hw.pad(x, (1, 2))` with `x: f32[M, N]` gives `f32[M, (N + 3)]`.
     """

@@ -349,7 +349,7 @@ def _truth(x: Tensor) -> Tensor:
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Stacks tensors of the same type along a new dim, at position `axis` of the result.
 
-    Raises ProgramError for an empty list, or if the types differ.
+    Raises ProgramError for an empty list, for different types, or if `axis` is out of range.
 
     Example: `hw.stack([a, b])` with two `f32[M, N]` gives `f32[2, M, N]`.
     """

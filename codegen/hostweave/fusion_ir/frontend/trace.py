@@ -114,8 +114,8 @@ class Tensor:
         The compiler chooses `chunking` and `algorithm` if they are omitted. If the chunks of a shard do not divide its rows, the
         last of these chunks is smaller. Source of the order in which ranks exchange shards: ring collectives (Patarasuk and Yuan, 2009).
 
-        Raises ProgramError if an argument is invalid, or if no loop can compute the tensor. Examples are inputs, results of functions, and
-        ops that need the whole dim at once.
+        Raises ProgramError if an argument is invalid, if the tensor is streamed already, or if no loop can compute it. Examples are inputs,
+        results of functions, and ops that need the whole dim at once.
 
         Example: `hw.matmul(x, w).stream("M", chunks=8)` with `x: [M@x, K]` on 8 ranks gathers x shard by shard, overlapped with the
         matmuls.
