@@ -36,7 +36,7 @@ void reduce_pieces(const Inputs& inputs, const Outputs& outputs, std::size_t beg
   }
 }
 
-// Narrow floats are reduced in f32. Integers are reduced as unsigned, so that they wrap around.
+// Narrow floats are reduced in f32. Sums and products of integers wrap around.
 template <class T>
 void reduce_as(ncclRedOp_t reduction, const Inputs& inputs, const Outputs& outputs, std::size_t begin, std::size_t end) {
   using A = std::conditional_t<std::is_arithmetic_v<T>, T, float>;

@@ -119,8 +119,10 @@ class Machine {
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
-  // --- work Calls run(begin, end) for pieces of 0..count with at most `piece` elements. Idle workers run some of the pieces.
-  // Only running ops call `split`.
+  // --- work
+
+  // Calls run(begin, end) for pieces of 0..count with at most `piece` elements. Idle workers run some of the pieces. Only running
+  // ops call `split`.
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
@@ -202,7 +204,7 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
-  // time at which a deadlock is reported if there is no progress until then
+  // time until which a wait that begins now may last
   std::chrono::steady_clock::time_point deadline() const;
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
@@ -225,7 +227,7 @@ class Machine {
   std::vector<Stream*> ready_;
 
   std::vector<HostThread*> attached_;  // by rank
-  std::vector<HostThread*> waiting_;   // waiting threads in parallel mode
+  std::vector<HostThread*> waiting_;   // waiting threads; in seeded mode, only unattached threads
   int arrived_ = 0;                    // rank threads that attached in this round
   bool round_started_ = false;         // set when all have attached; cleared when all have detached
   HostThread* turn_ = nullptr;

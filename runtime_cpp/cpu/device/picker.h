@@ -11,7 +11,7 @@ struct HostThread;
 struct Stream;
 
 struct Candidate {
-  HostThread* host;  // host thread of a rank, or null
+  HostThread* host;  // host thread, or null
   Stream* stream;    // or null
   int device;
   int number;               // stream number

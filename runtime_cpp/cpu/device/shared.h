@@ -28,7 +28,7 @@ using Mapping = std::unique_ptr<char[], Unmap>;
 
 Mapping map(int file, std::size_t bytes);  // null on failure
 int new_shared_file(std::size_t bytes);    // -1 on failure
-// Maps a file of another process of this host. Returns null if that process has ended or is inaccessible.
+// Maps a file of another process of this host. Returns null on failure, for example if that process has ended.
 Mapping map_shared(const SharedFile& file, std::size_t bytes);
 
 // Bytes to send to a peer, or to receive from a peer. A message consists of consecutive pieces.
@@ -63,7 +63,7 @@ class SharedGroup {
 
   // Creates the file of a new communicator. Returns -1 on failure.
   static int make(std::uint64_t token);
-  // Returns null and sets `problem` if the file is inaccessible or has another number of ranks.
+  // Returns null and sets `problem` on failure.
   static std::unique_ptr<SharedGroup> join(const SharedFile& file, std::uint64_t token, int rank, int size, int device,
                                            std::string& problem);
 

@@ -69,18 +69,18 @@ void hw_cpu_place(const char* file, int line, const char* call);
 // Report of the failure that stopped all ranks. If there was no such failure, the last error of this thread, or "". The string is
 // valid until this thread calls the function again.
 const char* hw_cpu_last_report(void);
-// Returns 1 after a failure that stops all ranks (deadlock, mismatch, missing dependency, abort), until hw_cpu_configure.
+// Returns 1 after a failure that stops all ranks (such as a deadlock, mismatch or abort), until hw_cpu_configure.
 int hw_cpu_failed(void);
 
 typedef struct hw_cpu_counters {
   uint64_t ops;         // ops finished since hw_cpu_configure
   uint64_t steps;       // number of choices in seeded mode
   uint64_t schedule;    // hash of those choices
-  uint64_t live_bytes;  // allocated by cudaMalloc and not freed, on all devices
+  uint64_t live_bytes;  // allocated by cudaMalloc or ncclMemAlloc and not freed, on all devices
   uint64_t live_streams;
   uint64_t live_events;
   uint64_t live_communicators;
-  uint64_t allocations;   // total calls of cudaMalloc
+  uint64_t allocations;   // total allocations by cudaMalloc and ncclMemAlloc
   uint64_t copied_bytes;  // total bytes copied between device buffers
 } hw_cpu_counters;
 void hw_cpu_get_counters(hw_cpu_counters* counters);

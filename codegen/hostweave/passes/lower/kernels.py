@@ -1,5 +1,5 @@
-"""Kernels that lowering launches: one kernel per op, and kernels that reduce terms or multiply ints. Ops that differ only in names share a
-kernel."""
+"""Kernels that lowering launches: one kernel per op, and kernels that reduce terms, multiply ints or scale matrices. Ops that differ
+only in names share a kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +46,7 @@ class Kernels:
         return self.made[same].name
 
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
-        """Kernel for a matmul of ints, which cuBLASLt does not support. Overflow wraps around."""
+        """Kernel for a matmul of ints. Overflow wraps around."""
         result = Value(op.result.name, self.tensor(target))
         sizes = {buffer: self.tensor(buffer).shape for buffer in (a, b)}
         rank = len(result.type.dims) + 1  # batch, m, k, n

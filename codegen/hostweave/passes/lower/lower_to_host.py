@@ -1,4 +1,4 @@
-"""Lowers a fusion to the host IR. Most ops become one instruction. A reshard becomes communication. A chunk loop becomes a `for`.
+"""Lowers a fusion to the host IR. Most ops become one instruction. A reshard becomes communication or a view. A chunk loop becomes a `for`.
 
     loop 8 chunks by_shard local_first {
       %xg: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
@@ -307,7 +307,7 @@ class _Lowering:
                 self.b.emit(replace(matmul, dst=packed))
 
     def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
-        """Launches a kernel, because cuBLASLt supports no ints. A kernel needs different buffers as inputs."""
+        """Launches a kernel, because cuBLASLt has no such product of ints. A kernel needs different buffers as inputs."""
         b = self.copied(b, steps) if a == b else b
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
@@ -340,7 +340,7 @@ class _Lowering:
         return [x, stacked(w), stacked(y)]
 
     def grouped(self, op: Op, sources: Sequence[str], target: str) -> None:
-        """Emits a grouped matmul, in a loop if there is a batch dim. `first` is the global index of this rank's first row."""
+        """Emits a grouped matmul, in a loop if there are several batches. `first` is the global index of this rank's first row."""
         x, other, starts, ends = sources
         rows = self.flow.types[op.tensors[0]].dims[-2]
         mesh, local = self.flow.mesh_of(op), self.b.types[x].shape[-2]

@@ -165,7 +165,7 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps each value in the chain of views up to `op` to its view. Empty if a view has no inverse, or a value has other uses."""
+    """Maps each value in the chain of views up to `op` to its view. Empty if this is impossible, for example if a value has other uses."""
     (name,) = op.tensors
     made = flow.made.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:
