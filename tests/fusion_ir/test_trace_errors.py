@@ -282,7 +282,7 @@ ERRORS = {
     "linear rank": (
         "return hw.linear(x, w)",
         {"w": 'hw.bf16["N"]'},
-        "4: linear: bf16[M, K] and a weight of bf16[N] are not [..., K] and [N, K]; reshape them",
+        "4: linear: bf16[M, K] and a weight of bf16[N] are not [..., M, K] and [N, K]; reshape them",
     ),
     "linear": (
         "return hw.linear(x, w)",

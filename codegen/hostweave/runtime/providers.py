@@ -182,7 +182,7 @@ class SplitProvider(KnownRank):
 
 @checked_arguments
 class Environment:
-    """Ranks that are processes started by torchrun, mpirun or srun. Rank 0 runs a TCP store if there are several.
+    """Ranks that are processes started by torchrun, mpirun or srun. For several ranks, rank 0 runs a TCP store.
 
     The store listens at HOSTWEAVE_BIND, by default at MASTER_ADDR. Without MASTER_ADDR, the store listens at the first node of an srun
     step, or at 127.0.0.1 if all ranks are on one host. The port is HOSTWEAVE_PORT. The default port is computed from MASTER_PORT or the
@@ -260,7 +260,7 @@ class _PolledTorchStore:
 class MPI:
     """Ranks that are processes of an mpi4py communicator, by default MPI.COMM_WORLD.
 
-    Rank 0 runs a TCP store if there are several. MPI broadcasts the store's address and a random token. Raises MissingPackage if `comm` is
+    For several ranks, rank 0 runs a TCP store. MPI broadcasts the store's address and a random token. Raises MissingPackage if `comm` is
     omitted and mpi4py is not installed. Raises ArgumentError if `comm` is not a communicator.
 
     Example: `hw.init(hw.MPI())`.

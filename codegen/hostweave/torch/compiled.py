@@ -74,7 +74,7 @@ class Delegating(nn.Module):
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the state into the original module, whose tensors the program reads in place."""
+        """Loads the state into the original module, whose tensors the program reads in each call."""
         return self._module.load_state_dict(*args, **kwargs)
 
 
@@ -86,7 +86,7 @@ class CompiledModule(Delegating):
 
     In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Arguments that the plan shards are then local
     blocks, and other arguments are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in
-    place, so calls see the writes of optimizers and of `load_state_dict`.
+    place, or copied before each call, so calls see the writes of optimizers and of `load_state_dict`.
     """
 
     alone_on: torch.device | None = None  # device of a program of one rank that does not use this process's group
@@ -137,8 +137,8 @@ class CompiledModule(Delegating):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments. Raises ArgumentError if the module was compiled for different arguments, or has changed
-        since compile time."""
+        """Calls the module with these arguments. Raises ArgumentError if arguments or the module differ from compile time, or if gradients
+        are needed that were not compiled."""
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

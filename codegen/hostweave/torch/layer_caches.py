@@ -178,7 +178,7 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a number. None for other objects."""
+    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a plain value. None for other objects."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 

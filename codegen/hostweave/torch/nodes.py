@@ -98,7 +98,7 @@ def name_of_constant(node: Node) -> str:
 
 
 def name_of(target: str) -> str:
-    """Converts `model.layers.3.up_proj.weight` to `model_layers_up_proj_weight_3`. The number is last, so that equal layers can be an array
+    """Converts `model.layers.3.up_proj.weight` to `model_layers_up_proj_weight_3`. Numbers are last, so that equal layers can be an array
     of structs."""
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]

@@ -550,7 +550,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """Makes the floats of an option 1% smaller, or `of_zero` instead of 0. Returns None if there is no float."""
+    """Makes the floats of an option 1% smaller, or `of_zero` instead of 0. Returns None if nothing changes."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None

@@ -1,4 +1,4 @@
-"""The sharding plan of a module, which maps names of parameters, inputs and submodules (for their results) to mesh axes."""
+"""The sharding plan of a module, which maps names of tensors and modules to mesh axes, or names of modules to styles of torch."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

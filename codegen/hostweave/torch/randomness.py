@@ -31,8 +31,8 @@ _DRAWN = {  # op -> distribution
 
 
 def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
-    """Draws seeds for a call, as a u32 tensor on the CPU, equal on all ranks. Collective. Raises ArgumentError if ranks that are processes
-    draw different seeds.
+    """Draws seeds for a call, as a u32 tensor on the CPU, equal on all ranks that can exchange messages. Collective. Raises ArgumentError
+    if ranks that are processes draw different seeds.
 
     The seeds come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share it, so rank 0
     draws for all ranks.

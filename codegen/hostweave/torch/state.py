@@ -1,6 +1,6 @@
 """Attributes of modules, except tensors, that a forward pass reads. A call raises ArgumentError if such an attribute has changed.
 
-Reads are recorded during the trace. A call compares one tuple per module.
+Reads are recorded during the trace. A call also compares hooks, and the `forward` of classes.
 """
 
 import types

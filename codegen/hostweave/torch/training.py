@@ -87,8 +87,8 @@ class Differentiated(CompiledModule):
 
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
-    the outputs and the values saved for the backward pass. The program `backward` computes the gradients. In all other respects a
-    TrainingModule is a CompiledModule."""
+    the outputs and the values saved for the backward pass. The program `backward` computes the gradients. Apart from `capture`, a
+    TrainingModule is otherwise a CompiledModule."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph(joint.shared)
@@ -108,8 +108,8 @@ class TrainingModule(Differentiated):
         return self._backward.program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, and records the call for gradients. Raises ArgumentError if the module was compiled for different arguments, or
-        has changed since compile time."""
+        """Calls the module, and records the call for gradients. Raises ArgumentError if arguments or the module differ from compile
+        time."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, self._group(), *given)  # type: ignore[no-untyped-call]
         return self._ended(passed, made)

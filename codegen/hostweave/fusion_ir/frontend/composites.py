@@ -43,15 +43,15 @@ def _worded(word: str, x: Tensor) -> Tensor:
 
 @_called("linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer, as in torch.nn.functional: x [..., K] times the transpose of weight [N, K], plus bias [N]. The result is [..., N].
-    All operands have the same dtype.
+    """A linear layer, as in torch.nn.functional: x [..., M, K] times the transpose of weight [N, K], plus bias [N]. The result is [..., M,
+    N]. All operands have the same dtype.
 
     Raises ProgramError for other shapes, or if dtypes differ.
 
     Example: `x: bf16[M, K]`, `weight: bf16[N@tp, K]` and `bias: bf16[N@tp]` give `bf16[M, N@tp]`.
     """
     if weight.ndim != 2 or x.ndim < 2:
-        raise ProgramError.here(f"linear: {x.type} and a weight of {weight.type} are not [..., K] and [N, K]; reshape them")
+        raise ProgramError.here(f"linear: {x.type} and a weight of {weight.type} are not [..., M, K] and [N, K]; reshape them")
     if x.type.shape[-1] != weight.type.shape[1]:
         raise ProgramError.here(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; transpose the weight to [N, K]")
     if x.dtype != weight.dtype:
