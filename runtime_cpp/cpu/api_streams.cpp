@@ -62,7 +62,7 @@ Event* known(cudaEvent_t handle) {
   return Machine::get().events.count(event) != 0 ? event : nullptr;
 }
 
-// Applies `answer` to the last op on a stream. Returns an error if a capture forbids the call.
+// Applies `answer` to the last op on a stream. Returns an error if the call is not possible.
 template <class Answer>
 cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   Call locked;
@@ -73,7 +73,7 @@ cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   return answer(locked.lock, stream->last);
 }
 
-// Applies `answer` to the last record of an event. Returns an error if a capture forbids the call.
+// Applies `answer` to the last record of an event. Returns an error if the call is not possible.
 template <class Answer>
 cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
   Call locked;

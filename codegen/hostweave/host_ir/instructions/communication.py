@@ -209,7 +209,7 @@ class AllToAll(FromTo):
 @dataclass(frozen=True)
 class CollectivePermute(FromTo):
     """On rank i of the process group, dst = the src of rank `sources[i]`. A rank without a source gets zeros. Each rank sends to at most
-    one rank, which may be itself. Posted as a send and a recv."""
+    one rank, which may be itself. Posted as sends and recvs."""
 
     sources: Sources
     channel: str

@@ -32,7 +32,7 @@ class Signalled(OneSided):
 
 @dataclass(frozen=True)
 class Put(Signalled):
-    """Writes src to dst on the peer, then sends a signal. src need not be in a window."""
+    """Writes src to dst on the peer, then sends a signal."""
 
     src: Read
     dst: RemoteWrite

@@ -11,7 +11,7 @@
 If the source and the destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
 writes to the destination of the copy. `may_overwrite` decides if an instruction may write a result over an operand.
 
-A result is computed in donated memory if all reads of the donated input come first. Otherwise the result is copied there at the end.
+If possible, a result is computed in donated memory. Otherwise the result is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -170,7 +170,7 @@ class _Sharing:
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 
     def _is_last(self, place: Place, root: str) -> bool:
-        """True if all other accesses of a buffer have ended when this instruction runs."""
+        """True if no instruction accesses a buffer later, and all other accesses have ended when this instruction runs."""
         *others, last = self.touches[root]
         return last is place and all(self._is_before(other, place) for other in others)
 
