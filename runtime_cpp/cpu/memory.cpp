@@ -49,7 +49,7 @@ void* map_memory(std::size_t bytes) {
   void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   if (!map_pattern(base, bytes)) {
-    // The process has too many mappings. Use one mapping for the whole range, and fill the range.
+    // The process may have too many mappings. Use one mapping for the whole range, and fill the range.
     if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
       munmap(base, bytes);
       return nullptr;

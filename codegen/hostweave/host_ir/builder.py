@@ -268,7 +268,7 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True if peers can access the memory. True for every allocation, because `with_windows` moves it to a window if needed."""
+        """True if peers can access a parameter or allocation. True for every allocation: `with_windows` moves it if needed."""
         return name in self._windows
 
     def is_outside(self, name: str) -> bool:

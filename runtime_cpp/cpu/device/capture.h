@@ -46,8 +46,7 @@ std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool exter
 
 // Returns an error and invalidates a capture if the mode of this capture and that of the calling thread forbid this call.
 std::optional<cudaError_t> forbidden_in_capture(const char* call);
-// Returns an error and invalidates the capture if this stream is captured. Calls that query a stream, or wait for a stream, use
-// this function.
+// Returns an error and invalidates the capture if this stream is captured.
 std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& stream);
 
 }  // namespace hostweave::cpu
