@@ -31,11 +31,11 @@ class TrainingStep(Differentiated):
     parameters.
 
     The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. In each update, the
-    optimizer's code computes numbers such as learning rates. In all other respects a TrainingStep is a CompiledModule.
+    optimizer's code computes numbers such as learning rates. Apart from `capture`, a TrainingStep is otherwise a CompiledModule.
 
     With `accumulate=N`, the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
     `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the update is skipped if a gradient is not finite:
-    parameters and optimizer state do not change. The scale changes after each update, skipped or not.
+    parameters and optimizer state do not change. `scaler.update` follows each update, skipped or not.
     """
 
     def __init__(
