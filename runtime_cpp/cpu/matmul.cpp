@@ -117,7 +117,7 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
   for (const Layout* layout : {&a, &b, &c, &d}) {
     const auto rows = static_cast<std::int64_t>(layout->rows), cols = static_cast<std::int64_t>(layout->cols);
     if (layout->ld < rows) return invalid("a leading dimension smaller than the matrix");
-    if (std::max({rows, cols, layout->ld}) > INT_MAX) return blas_not_supported("a dimension above 2^31");
+    if (std::max({rows, cols, layout->ld}) > INT_MAX) return blas_not_supported("a dimension of 2^31 or more");
   }
   const bool ta = desc.transpose_a != CUBLAS_OP_N, tb = desc.transpose_b != CUBLAS_OP_N;
   const auto m = ta ? a.cols : a.rows, k = ta ? a.rows : a.cols, n = tb ? b.rows : b.cols;
