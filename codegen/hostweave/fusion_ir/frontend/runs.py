@@ -198,7 +198,7 @@ class Runs:
         return column in self.stacks or self.is_part(column)
 
     def is_part(self, column: Column) -> bool:
-        """True if these values are at consecutive indices of the outermost dim of one tensor."""
+        """True if these values are at consecutive indices of the outermost dim, unsharded, of one tensor."""
         ops = [self.selects[name] for name in column if name in self.selects]
         source = ops[0].tensors[0] if ops else ""
         expected = [((source,), ops[0][INDEX] + number) for number in range(len(column))] if ops else []
