@@ -43,7 +43,7 @@ def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> No
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_slices_of_a_dim_of_one_element(ranks: int, size: int) -> None:
+def test_slices_of_a_small_dim(ranks: int, size: int) -> None:
     """Slices of a dim with few elements may be empty, as in NumPy. This also holds in the variant for uneven sizes."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f64["M@x", "N"], y=hw.f64["N", "M"])

@@ -1,6 +1,6 @@
-"""Convolutions and their derivatives, as matmuls of weights with windows of images.
+"""Convolutions and their derivatives, as matmuls of weights with windows of images or, for groups of one channel, products and sums.
 
-A `take` reads all windows, so the number of ops does not depend on the kernel size.
+A `take` or a reshape reads all windows, so the number of ops does not depend on the kernel size.
 """
 
 from collections.abc import Sequence

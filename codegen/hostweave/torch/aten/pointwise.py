@@ -228,7 +228,7 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
 
 @aten("dropout.default")
 def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
-    """Returns x, or raises ProgramError in training. In modules, `hostweave.dropout` replaces this op."""
+    """Returns x, or raises ProgramError in training if p is not 0. In modules, `hostweave.dropout` replaces this op."""
     if train and p:
         raise refuse(f"dropout with p={p} of a tensor of a fusion has no seed; use hw.dropout(x, {p}, seed)")
     return x
