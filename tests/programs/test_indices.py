@@ -383,7 +383,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "split into nothing": (lambda v: hw.split(v.across, 0, 1), "split: parts of 0 elements are not possible; give at least 1"),
     "parts": (
         lambda v: hw.split(v.across, [1, 1], 1),
-        "split: lengths [1, 1] do not add up to 3, the size of dim 1 of i64[M, 3]; correct them",
+        "split: lengths [1, 1] of dim 1 of i64[M, 3] must be at least 1, and add up to 3",
     ),
     "squeeze": (lambda v: hw.squeeze(v.x, 0), "squeeze: dim 0 of f32[M, N] does not have size 1"),
     "reduction": (lambda v: hw.cross_entropy(v.x, v.across[:, 0], reduction="max"), "reduction='max' is not 'mean', 'sum' or 'none'"),

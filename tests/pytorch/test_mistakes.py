@@ -74,7 +74,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "too few dims": ({"up.weight": "tp"}, 'plan: "up.weight" states 1 dims, but up.weight has 2; write one of "tp" and "-" for each dim'),
     "too many dims": ({"up.bias": "tp, -"}, 'plan: "up.bias" states 2 dims, but up.bias has 1'),
     "no such axis": ({"up.weight": "dp, -"}, r"""plan: "up.weight": "dp, -": mesh\(tp=2\) has no axis 'dp'; its axes: tp"""),
-    "axis twice": ({"up.weight": "tp, tp"}, 'plan: "up.weight": "tp, tp": the axis tp shards two dims; use it for one dim'),
+    "axis twice": ({"up.weight": "tp, tp"}, 'plan: "up.weight": "tp, tp": the axis tp is named twice; name it once'),
     "no text": ({"up.weight": 0}, r'plan: "up.weight": 0 is neither a str such as "tp, -" nor a ParallelStyle of torch'),
     "style of an activation": ({"act": ColwiseParallel()}, "plan: act is a ReLU, but ColwiseParallel supports only Linear and Embedding"),
     "unknown style": (

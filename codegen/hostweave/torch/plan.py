@@ -145,7 +145,7 @@ def _of_text(text: str, pattern: str, mesh: Mesh) -> AxesOfDims:
         if axis not in known:
             raise ProgramError(f'plan: "{pattern}": "{text}": {mesh} has no axis {axis!r}; its axes: {", ".join(known) or "none"}')
         if used.count(axis) > 1:
-            raise ProgramError(f'plan: "{pattern}": "{text}": the axis {axis} shards two dims; use it for one dim')
+            raise ProgramError(f'plan: "{pattern}": "{text}": the axis {axis} is named twice; name it once')
     return layout
 
 

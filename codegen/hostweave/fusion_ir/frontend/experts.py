@@ -173,7 +173,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     mesh = experts.type.mesh_in(experts._trace.mesh)
     known = dict(mesh.axes)
     if unknown := [name for name in names if name not in known]:
-        raise ProgramError.here(f"moe_routing: {unknown[0]} is not an axis of {mesh}; the axes are {', '.join(known)}")
+        raise ProgramError.here(f"moe_routing: {unknown[0]} is not an axis of {mesh}; the axes are {', '.join(known) or 'none'}")
     ranks = mesh.size_of(names)
     if experts.ndim != 2 or experts.dtype.kind not in INTS or not experts.type.shape[1].is_int:
         raise ProgramError.here(f"moe_routing: experts are {experts.type}, not ints [T, k] with k an int; use hw.reshape")

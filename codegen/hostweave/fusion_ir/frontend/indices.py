@@ -385,7 +385,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
     else:
         lengths = list(sections)
     if sum(lengths) != whole or _some(length < 1 for length in lengths):
-        raise ProgramError.here(f"split: lengths {lengths} do not add up to {whole}, the size of dim {number} of {x.type}; correct them")
+        raise ProgramError.here(f"split: lengths {lengths} of dim {number} of {x.type} must be at least 1, and add up to {whole}")
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     before = [slice(None)] * number
     return tuple(x[(*before, slice(begin, begin + length))] for begin, length in zip(begins, lengths, strict=True))
@@ -425,7 +425,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
         raise ProgramError.here(f"cross_entropy: reduction={reduction!r} is not 'mean', 'sum' or 'none'")
     if logits.type.shape[:-1] != target.type.shape or not logits.ndim or logits.dtype.kind != "float":
         why = f"{logits.type} and a target of {target.type} are not floats [..., V] and ints [...]"
-        raise ProgramError.here(f"cross_entropy: {why}; reshape them")
+        raise ProgramError.here(f"cross_entropy: {why}; reshape or cast them")
     wide = _wide(logits)
     shifted = wide - hw.max(wide, -1, keepdims=True)
     is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None
