@@ -117,12 +117,12 @@ AFTER = [
     (
         "insert_reshards",
         "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = relu(%s)",
-        "text:3: relu: it is not linear in f32[4] partial(sum, x); reshard the partial operand first",
+        "text:3: relu: it needs the reduced values of f32[4] partial(sum, x); reshard the partial operand first",
     ),
     (
         "insert_reshards",
         "%s: f32[4] partial(sum, x) = sum(%x, axis=(0,))\n%y: f32[4] = add(%s, 1.0)",
-        "text:3: add: it is not linear in f32[4] partial(sum, x); reshard the partial operand first",
+        "text:3: add: it needs the reduced values of f32[4] partial(sum, x); reshard the partial operand first",
     ),
     (
         "insert_reshards",

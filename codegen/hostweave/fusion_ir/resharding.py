@@ -141,9 +141,7 @@ def plan(
         raise ProgramError(f"reshard: {why}; reshard on the first mesh before the move, or on the other mesh after it", location)
     legs = [_plan(*ends, mesh, tuple(sorted(sizes.items()))) for ends in in_rank_order(source, target)]
     if None in legs:
-        raise ProgramError(
-            f"reshard: {source} cannot become {target}: its partial sum was reduced already; remove {target.partial}", location
-        )
+        raise ProgramError(f"reshard: {source} cannot become {target}: no steps lead to {target.partial}; remove it", location)
     return tuple(step for steps in legs for step in steps or ())
 
 
