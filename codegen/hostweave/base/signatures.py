@@ -76,7 +76,8 @@ def _mismatched_call(function: Callable[..., object], error: Exception, options:
     by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = next((option for option in options if option not in by_name), None)
     if unknown is None:
-        return f"{name}: {str(error).partition('() ')[2]}; write {usage}"
+        said = str(error).partition("() ")[2]  # Python counts `self`
+        return f"{name}: {'takes fewer positional arguments' if said.startswith('takes ') else said}; write {usage}"
     torch_word = _OF_TORCH.get(unknown)
     remedy = f"did you mean {torch_word}?" if torch_word in by_name else did_you_mean(unknown, by_name)
     return f"{name}: {usage if len(usage) <= MAX_CHARACTERS else name} has no parameter {unknown!r}; {remedy}"
