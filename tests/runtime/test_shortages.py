@@ -132,5 +132,7 @@ def test_other_errors_stay_as_they_are() -> None:
 def test_arrays_of_pytorch_that_are_too_large() -> None:
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     program = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1))
-    with pytest.raises(ExecutionError, match=r"no memory for a contiguous copy of torch.float32\[1048576, 1048576\] \(.*\); use smaller arrays"):
+    with pytest.raises(
+        ExecutionError, match=r"no memory for a contiguous copy of torch.float32\[1048576, 1048576\] \(.*\); use smaller arrays"
+    ):
         program.run(x=torch.ones(1).expand(2**20, 2**20))
