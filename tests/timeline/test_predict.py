@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import pytest
@@ -375,22 +375,22 @@ def test_a_network_is_kept_with_the_figures() -> None:
     assert Machine.from_json(HOSTS.to_json(), "figures") == replace(HOSTS, refused=())
 
 
-def test_1024_ranks_take_less_than_30_seconds() -> None:
+def test_1024_ranks_take_less_than_30_seconds_of_cpu_time() -> None:
     llama = load_program("transformer:llama_sp")
     made = hw.compile(llama, options=hw.Options(check=False, machine=H200))
-    begin = perf_counter()
+    begin = process_time()
     report = made.predict({"B": 1024, "S": 2048, "E": 8192, "F": 28672}, ranks={"dp": 128, "tp": 8}, machine=HOSTS)
     assert len(report.html()) > 10_000
     assert len(str(report).splitlines()) == 20
-    assert perf_counter() - begin < 30
+    assert process_time() - begin < 30
     assert len(report.predicted.ranks) == 1024
     assert len({total.busy for total in report.predicted.totals}) == 1  # All ranks have equal work.
 
 
-def test_a_group_of_1024_ranks_takes_less_than_10_seconds() -> None:
+def test_a_group_of_1024_ranks_takes_less_than_10_seconds_of_cpu_time() -> None:
     """In the reduce-scatter, each rank receives from all other ranks."""
     made = hw.compile(product(2, ("M@x", "N"), is_gathered=False), options=hw.Options(check=False, machine=H200))
-    begin = perf_counter()
+    begin = process_time()
     found = made.predict({"M": 2**19, "K": 2**13, "N": 2**13}, ranks=1024, machine=HOSTS).predicted
-    assert perf_counter() - begin < 10
+    assert process_time() - begin < 10
     assert {total.sent for total in found.totals} == {2 * 2**19 * 2**13 * 1023 // 1024}
