@@ -14,8 +14,8 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Alternative:
-    """An algorithm with chunks, or no overlap. `micros` is the predicted time of the reshard and its matmuls, or measured for the
-    program."""
+    """An algorithm with chunks, or no overlap. `micros` is the predicted time of the reshard and its matmuls, or the program's measured
+    time."""
 
     algorithm: str
     chunks: int

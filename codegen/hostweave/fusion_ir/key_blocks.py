@@ -23,8 +23,8 @@ class BlockWriter(OpRewriter):
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
-        """Emits the merged result or, for an attention_lse, the merged log-sum-exps. Dim 0 of the three tensors is the block. Along this
-        dim, `blocks` (results) and `lse` (log-sum-exps) are sharded like the keys, and `lses` is `lse` replicated."""
+        """Emits the merged result or, for an attention_lse, the merged log-sum-exps. Dim 0 of the three tensors is the block. `blocks` are
+        the results, `lse` the log-sum-exps of the blocks. `lses` is `lse`, replicated along dim 0."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE)
@@ -61,13 +61,13 @@ class GatheredKeys:
 
     @property
     def dim(self) -> int:
-        """Dim of the gathered tensors that has the blocks."""
+        """Dim of the keys in the gathered tensors."""
         return len(self.keys.result.type.dims) - 2
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
     """Yields attention ops, each with the attention_lse of the same queries and keys, or None. Skips ops whose keys or values another op
-    reads, and ops with a window, blocks or optional operands."""
+    reads, packed ops, and ops with a window, blocks or optional operands."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:

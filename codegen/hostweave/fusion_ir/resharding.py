@@ -133,8 +133,8 @@ def plan(
 ) -> tuple[ReshardStep, ...]:
     """Steps from one layout to another that move the fewest bytes, in each reshard of `in_rank_order`.
 
-    If several move equal bytes, prefers fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims. Raises ProgramError if there is
-    no sequence.
+    If several sequences move equal bytes, prefers fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims. Raises ProgramError if
+    there is no sequence.
     """
     if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
         why = f"{source} cannot become {target}: a zigzag sharding cannot move between meshes"
@@ -210,7 +210,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
     """Yields reductions of a partial value to one rank of each process group. If the ranks and their shards match the target, the result
-    has the target's type. Otherwise its mesh has the receiving ranks."""
+    has the target's type. Otherwise the result is on the mesh of the receiving ranks."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)

@@ -57,7 +57,7 @@ def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
 
 
 def without_loops(fusion: Fusion) -> Fusion:
-    """Replaces chunk loops by streams, from which `choose_overlap` forms loops again."""
+    """Replaces chunk loops by streams, from which `choose_overlap` forms loops again. Loops over a gathered value get no stream."""
 
     def streamed(op: Op, loop: ChunkLoop) -> Op:
         given, chunks = op.result.walked, None if loop.drops_dim else int(loop.steps)

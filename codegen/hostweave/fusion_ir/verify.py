@@ -65,7 +65,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _once(verify: Callable[..., None], op: Op, types: dict[str, TensorType], *context: object) -> None:
-    """Verifies an op, unless it has passed with equal operand types and context, and defines its result."""
+    """Verifies an op, unless the op has passed with equal operand types and context. Then defines its result."""
     passed = verify, [types.get(name) for name in op.tensors], context
     if op.__dict__.get("_passed") != passed:
         verify(op, types, *context)

@@ -144,7 +144,7 @@ class BoundInputs:
 
 
 def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> ArrayView:
-    """Block of a global array, without an array if the rank has no block."""
+    """View of the rank's block of a global array. The view has no array if the rank has no block."""
     if not holds(type_, mesh, rank):
         return ArrayView(tuple(array.shape))
     block_of_rank = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array

@@ -29,8 +29,8 @@ class ArrayLibrary(Protocol):
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        """Key of the address and of all properties that a call checks. Arrays with equal keys need no new check. None if the key is slow to
-        compute."""
+        """Key of the address and of all properties that a call checks. Arrays with equal keys need no new check. None if each call must
+        check the array."""
         return None
 
     def give(self, array: Array) -> Array:
@@ -117,7 +117,7 @@ def library_of(array: Array) -> ArrayLibrary:
 
 
 def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
-    """Keys of arrays, some of which may be None. None if the key of an array is slow to compute."""
+    """Keys of arrays, some of which may be None. None if an array has no key."""
     try:
         states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
     except (TypeError, RuntimeError):  # for example, the array has no memory
@@ -194,7 +194,7 @@ class _Buffers(NumpyLibrary):
 
 
 class _Jax(NumpyLibrary):
-    """JAX arrays, which are immutable, so a call converts them to NumPy arrays. Results are JAX arrays."""
+    """JAX arrays. A call converts its inputs to NumPy arrays, and its results to JAX arrays."""
 
     gives_copies: bool = True
 
@@ -300,7 +300,6 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """True if a tensor has storage."""
     plain = type(tensor) is sys.modules["torch"].Tensor  # data_ptr() of a fake tensor warns
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))

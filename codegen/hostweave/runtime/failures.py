@@ -177,7 +177,7 @@ class FallibleGroup:
         return [program.position() for program in list(self.programs.values())]
 
     def report(self, reason: str) -> str:
-        """Tells the other ranks why the group has failed. Returns a report with the position of every rank, within about a second."""
+        """Tells the other ranks why the group has failed. Returns a report with the positions of the ranks, within about 2 seconds."""
 
         def positions() -> list[str | None]:
             self._report_failure(reason)

@@ -52,7 +52,7 @@ class LocalProgram:
         lacks: str = "",
         family: object = None,
     ):
-        """`module` builds and loads the native module at its first call. All variants of a program share the object `family`. `lacks` names
+        """`module()` builds and loads the native module. All variants of a program share the object `family`. `lacks` names
         the library calls that this rank lacks, or is "". If `lacks` is not empty on a rank, `out_of_reach` is this text on all ranks, and
         no channel is created."""
         group.expect_working()

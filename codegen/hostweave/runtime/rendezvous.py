@@ -1,4 +1,4 @@
-"""Rendezvous: the ranks of a group find each other, at first and after a failure.
+"""Rendezvous: the ranks of a group find each other, at the start and after a failure.
 
 Each rank posts an entry with a random token. Rank 0 removes the entries, so that none is used twice, and answers each rank under a key with
 the rank's token. The answer has the ranks, and the epoch, which is part of all later keys.

@@ -25,9 +25,9 @@ class CallSizes(NamedTuple):
 class LastSizes:
     """Sizes of a rank's last calls of a program and its variants.
 
-    A rank compares sizes before a call if they differ from those of the previous call. It first announces the comparison. If sizes are
-    consistent, all ranks compare before the same calls. Otherwise, the watchdog of a rank that has begun the call without comparing reads
-    the announcement, and fails the group.
+    A rank compares sizes before a call if they differ from those of the previous call. Unless the ranks agree at once in shared memory, the
+    rank first announces the comparison. If sizes are consistent, all ranks compare before the same calls. Otherwise, the watchdog of a rank
+    that has begun the call without comparing reads the announcement, and fails the group.
     """
 
     def __init__(self, group: Group):

@@ -41,7 +41,7 @@ def scaled_dot_product_attention(
     """Scaled dot-product attention: softmax(query keyT * scale + mask) value, with the signature of PyTorch's function.
 
     The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
-    If the dtype is narrower than f32, scores and softmax are computed in f32. Source: Vaswani et al., "Attention is all you need", 2017.
+    If the dtype is narrower than f32, the softmax is computed in f32. Source: Vaswani et al., "Attention is all you need", 2017.
 
     - `attn_mask` broadcasts to [..., H, S, T]. A bool mask is true where a row attends to a column. A float mask is added to the scores. A
       row that attends to no column gives zeros.

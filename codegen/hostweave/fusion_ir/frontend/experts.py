@@ -52,8 +52,8 @@ def _before(ends: Tensor) -> Tensor:
 
 @_called("counts")
 def bincount(x: Tensor, length: int | str) -> Tensor:
-    """Counts the elements of x that equal i, for each i from 0 to `length` - 1, as in jax.numpy.bincount. x has ints. The result is i64
-    [length]. Other elements are ignored.
+    """Counts the elements of x that equal i, for each i from 0 to `length` - 1, as in jax.numpy.bincount. x is a tensor of ints. The result
+    is i64 [length]. Other elements are ignored.
 
     If x is sharded, each rank counts its elements, and the result is a partial sum.
 

@@ -347,7 +347,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
     """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    If dim `axis` is sharded, the dim is gathered first. Most operands are computed directly in the memory of the result, without a copy.
+    If dim `axis` is sharded, the dim is gathered first. If possible, operands are computed directly in the memory of the result.
 
     Raises ProgramError for an empty list, or if dtypes or other dims differ.
 

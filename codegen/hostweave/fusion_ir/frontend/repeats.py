@@ -149,7 +149,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
 
     def take_parts(self, run: Run) -> None:
-        """Adds a slice for each tensor that calls read one index after another."""
+        """Adds a slice of each tensor of which the calls read consecutive indices."""
         for column in run.each.values():
             if column not in self.found.stacks and column not in self.name_of and self.found.is_part(column):
                 first = self.found.selects[column[0]]

@@ -153,7 +153,7 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 @dataclass(frozen=True)
 class Masks:
     """Masks of the scores. Row i attends to columns up to i + diagonal, within its window, length and sequence. `from_end` adds the number
-    of valid columns to the diagonal. If `reversed` is not 0, it is the number of blocks of the rows, and the last block is first."""
+    of valid columns to the diagonal. If `reversed` is not 0, the rows are this number of blocks in reversed order."""
 
     diagonal: int | None = None
     window: int = 0
@@ -274,7 +274,7 @@ def _map_of_gradients(types: Types, op: Op) -> IndexMap:
     return IndexMap(operands, result, frozenset(filter(None, rows)))
 
 
-KERNEL_HEADS = (64, 128, 256)  # kernels of this package; a smaller head uses the next larger kernel
+KERNEL_HEADS = (64, 128, 256)  # head sizes of this package's kernels; a smaller head uses the next larger kernel
 MAX_HEAD = KERNEL_HEADS[-1]
 
 

@@ -32,11 +32,11 @@ def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, 
     if is_outer and x.shape[:-1] != other.shape[:-1]:
         return f"{x} and {other} differ in their number of rows; make the numbers equal"
     if not is_outer and (x.shape[-1] != other.shape[-2] or x.shape[:-2] not in (batch, ()) or other.shape[:-3] != batch):
-        return f"inner dims differ: {x} x {other}; w is [E, K, N]"
+        return f"inner dims differ: {x} x {other}; the matrices are [E, K, N]"
     for bound in (starts, ends):
         groups = (*batch, starts.shape[-1] if is_outer else other.shape[-3])
         if bound.dtype != i32 or bound.shape != groups:
-            return f"{bound} is not one i32 for each group, that is for each matrix of w; use hw.astype, or hw.reshape"
+            return f"{bound} is not one i32 for each group; use hw.astype, or hw.reshape"
     return ""
 
 

@@ -1,5 +1,4 @@
-"""Splits causal attention of rows in zigzag into two ops. The first op has the first piece of each rank, and the second op has the second
-pieces."""
+"""Splits causal attention of rows in zigzag into two ops: one for the first piece of each rank, and one for the second pieces."""
 
 from collections.abc import Iterator, Sequence
 
@@ -110,7 +109,7 @@ class _Halving(OpRewriter):
         self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
-        """Sums the gradients of the keys or values. The first rows attend only to the first half of the keys."""
+        """Sums the gradients of the keys or values. The rows of the first op attend only to the first half of the keys."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = self.parts(halves, at, "half")

@@ -42,7 +42,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop. The loop splits dim `dim` of its result. `change` is the step of a reshard."""
+    """An op of a loop. The loop splits dim `dim` of the op's result. `change` is the step of a reshard."""
 
     op: Op
     dim: int
@@ -100,7 +100,7 @@ class _Choice:
         """The streamed op, the communications of its operands, and the producers of the communicated values.
 
         In a loop by shard, an iteration reads the shard of one rank, so the search stops at a gather of the chunked dim. In a loop across
-        shards (`through_gathers`), all members must split the chunked dim into the same number of shards.
+        shards (`through_gathers`), all members that shard the chunked dim must have the same number of shards.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
@@ -144,7 +144,7 @@ class _Choice:
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
         """Consumers of `producer`, except `member`, that must join the loop. None if one of them cannot join.
 
-        Such a consumer must be streamed like `member`. Consumers of a gathered value without a stream can run after the loop.
+        Such a consumer must be streamed like `member`. If the value is gathered, later consumers without a stream can run after the loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
@@ -248,8 +248,7 @@ class _Choice:
         )
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of an earlier loop that can fuse with this loop. If there is none, uses the stated chunking, or across
-        shards."""
+        """Chunking and rotation of a loop without communication: by default those of an earlier loop that can fuse with this loop."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -264,7 +263,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Chunking and rotation of each loop that computes an operand, if iteration i reads only chunk i of the operand."""
+        """Yields chunking and rotation of loops that compute an operand, if iteration i reads only chunk i of this unsharded dim."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
@@ -273,7 +272,7 @@ class _Choice:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
-        """Describes a dim of known size that the loop or a reshard splits unevenly. "" if there is none."""
+        """Describes a dim of known size with shards of unequal sizes, if the loop or a reshard splits this dim. "" if there is none."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         for type in types:
             for dim, own in enumerate(type.dims):
@@ -302,7 +301,7 @@ class _Choice:
 
 
 class _Loops:
-    """Moves streamed ops into loops. Adjacent ops share a loop if iteration i reads only chunks that iteration i computes.
+    """Moves streamed ops into loops. Adjacent ops share a loop if their chunks are equal, and iteration i reads only chunks of iteration i.
 
         %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
         %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
@@ -368,7 +367,7 @@ class _Loops:
         return (step_of(op).axes, op.result.walked.algorithm) == (step_of(first).axes, first.result.walked.algorithm)
 
     def walk_alike(self, alone: ChunkLoop, loop: ChunkLoop) -> bool:
-        """True if the chunks of the op have the rows of the loop's chunks, or if all chunks have equal size."""
+        """True if the chunked dims of all ops have the same size, or if the chunks of each dim have equal sizes."""
         joined = replace(loop, ops=(*loop.ops, *alone.ops))
         sizes = {op.result.type.dims[op.result.walked.dim].size for op in joined.ops}
         return len(sizes) == 1 or all(part.rows is None for each in (alone, loop, joined) for part in parts(self.flow, each))

@@ -1,4 +1,4 @@
-"""Decomposes every reshard into collectives and local slices. Emits equal steps once. Removes reshards without effect.
+"""Decomposes every reshard into collectives, transfers and local ops. Removes reshards without effect, or replaces them by copies.
 
     %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
@@ -163,7 +163,7 @@ class _Decomposition(OpRewriter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """Removes a reshard without effect. If possible, the op of its operand gets the name and stream of the result."""
+        """Removes a reshard without effect. If possible, the producer of the operand gets the name and stream of the reshard's result."""
         at, name = self.producer.get(source), op.result.name
         is_alone = len(self.consumers.get(source, ())) == 1
         is_returned = None in self.consumers[name] and None not in self.consumers.get(source, ()) and not op.result.stream

@@ -1,4 +1,4 @@
-"""Removes mesh axes of size 1, which split nothing. Later passes then recognise equal process groups, and reshards that do nothing."""
+"""Removes mesh axes of size 1 from all shardings. Later passes then recognise equal process groups, and reshards that do nothing."""
 
 from dataclasses import replace
 

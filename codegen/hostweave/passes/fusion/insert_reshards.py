@@ -37,7 +37,7 @@ SUFFIXES = {
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """Inserts reshards. Also inserts casts of partial sums if the transport cannot reduce their dtype, or if `partial_dtype` asks for
-    another dtype. After this pass, only reshards change a layout."""
+    another dtype. After this pass, each other op has its operands in the layouts that it needs."""
     return _Insertion(fusion, options).rewritten()
 
 
@@ -73,7 +73,7 @@ class _Insertion(OpRewriter):
         self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
 
     def resolve(self, op: Op) -> None:
-        """Emits a reshard of a partial value. If the value was cast to another dtype, casts the sum back."""
+        """Emits a reshard. If its operand is a partial value that was cast to another dtype, casts the sum back."""
         (source,) = op.tensors
         if source not in self.carried:
             self.emit(op)
@@ -96,7 +96,7 @@ class _Insertion(OpRewriter):
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
-        """Makes an op compute its result in `carrier`. Casts the operands, unless the op is a matmul that can widen its result."""
+        """Makes an op compute its result in `carrier`. Casts the operands, unless the op is a matmul that can write this dtype."""
         if not (OPS[op.kind].is_product and widens(type.dtype, carrier)):
             cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
             operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)
@@ -105,7 +105,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """The value in another dtype. If only `op` reads the result of a matmul, the matmul writes this dtype without a cast."""
+        """Returns the value in another dtype. Emits a cast, unless a matmul that only `op` reads can write this dtype."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))

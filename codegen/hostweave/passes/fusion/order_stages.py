@@ -21,7 +21,7 @@ MAX_TIME_RATIO = 0.97  # largest accepted ratio of the predicted times of the ne
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
-    """Orders ops by list scheduling if the cost model predicts a gain and no op is in a chunk loop."""
+    """Orders ops by list scheduling if the options allow it, no op is in a chunk loop, and the cost model predicts a gain."""
     streamed = any(op.result.stream for op in fusion.ops)
     is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
     if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):
@@ -80,7 +80,7 @@ class _Ranks:
         return tuple(order)
 
     def behind(self) -> dict[str, int]:
-        """For each op, the longest time of a chain of dependent ops that begins with it."""
+        """For each op, the longest time of a chain of dependent ops that begins with this op."""
         result: dict[str, int] = {}
         for op in reversed(self.fusion.ops):
             result[op.result.name] = result.get(op.result.name, 0) + self.times[op.result.name]

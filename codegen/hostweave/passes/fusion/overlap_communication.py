@@ -43,8 +43,8 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications just far enough to hide their time. Marks a communication `async` if this saves time.
 
     A kernel that exchanges small blocks itself is faster than a collective, but must not overlap with communication (see
-    `reduce_in_kernels`). The pass does nothing if such kernels can do all communication that would overlap, or if they save more time than
-    overlap.
+    `reduce_in_kernels`). With peer access and transport "auto", a program without chunk loops stays as it is in two cases. Either each
+    communication that would overlap is an all-reduce that such a kernel can do, or such kernels save more time than overlap.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
@@ -98,7 +98,7 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """Hoists each communication of a body past just enough work to hide it. Communications keep their order.
+    """Hoists each communication of a body past just enough work to hide it. Only `_sums_last` changes the order of communications.
 
     First, matmuls that no large op needs move down to places where a rank would wait. A choice records if a gather or reduce-scatter of
     stated sizes uses copy engines. If a body has such a choice, communications that overlap with nothing may use copy engines too.
@@ -127,7 +127,8 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves all-reduces to the end if they overlap with nothing and no large op needs them. They can then be grouped."""
+    """Moves all-reduces, followed by their consumers, to the end if the all-reduces overlap with nothing and no large op needs them. The
+    all-reduces can then be grouped."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
     rest = list[Op]()
@@ -169,6 +170,6 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """False on a mesh of some ranks: the other ranks would wait for an unrecorded event."""
+    """True for collectives outside of chunk loops. False on a mesh of some ranks: the other ranks would wait for an unrecorded event."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

@@ -11,7 +11,7 @@ becomes
     %t_gathered: f32[K, M] = permute_dims(%x_gathered, axes=(1, 0))
     %g: f32[K, N@x] = matmul(%t_gathered, %dh)
 
-Reuses an equal earlier reshard if there is one. Does not move slices, nor reshards that a chunk loop could do block by block.
+Reuses an equal earlier reshard if there is one. Does not move slices, nor reshards that a chunk loop does or could do block by block.
 """
 
 from dataclasses import replace

@@ -17,8 +17,8 @@ from hostweave.options import Options
 
 
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
-    """Merges equal ops. Skips user kernels, calls of functions with user kernels, ops in chunk loops, and ops with results that chunk loops
-    read.
+    """Merges equal ops. Skips copies, user kernels, calls of functions with user kernels, ops in chunk loops, and ops with results that
+    chunk loops read.
 
     A repeated op whose result is returned becomes a copy. Ops without operands, such as iota, are merged only if all consumers are local
     slices. Otherwise each kernel recomputes their values.

@@ -40,8 +40,7 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of a value, and the type of the terms. Each rank applies the value's op to `operands`. The operands in `summed` are terms
-    too."""
+    """Terms of an op's result, and their type. Each rank applies the op to `operands`, and to the terms of those in `summed`."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -49,7 +48,7 @@ class _Terms:
 
 
 class _Sinking:
-    """Decides by a minimum cut if each op is applied to terms or to sums."""
+    """Decides by a minimum cut which ops are applied to terms, and which to sums."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.sizes = fusion, options.sizes
@@ -113,7 +112,7 @@ class _Sinking:
     # --- the graph of costs ---
 
     def edges(self) -> Iterator[Edge]:
-        """Edges of the flow graph. The cost of a cut is the number of bytes of all reductions that the cut requires."""
+        """Edges of the flow graph. The cost of a cut is the cost of all reductions that the cut requires."""
         for name, op in self.sums.items():
             (source,) = op.tensors
             if source in self.passing:  # The terms are reduced along one axis after another.

@@ -9,7 +9,7 @@ becomes, with M = 8192 and all other sizes known,
     %y: bf16[M, N] stream(M, 8, put) = matmul(%x_gathered, %w)
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-as if the user had written `.stream()`. Stated streams stay.
+The program is then the same as if the user had written `.stream()`. Stated streams stay.
 """
 
 from dataclasses import replace
@@ -22,8 +22,7 @@ from hostweave.tune.overlaps import alternatives, candidates, choice_of
 
 
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
-    """Streams the ops of the chosen loops, and records the choices. If two reshards are next to one matmul, only one of them forms a
-    loop."""
+    """Streams the ops of the chosen loops, and records the choices. Skips a candidate if one of its ops is already in a chosen loop."""
     if options.overlap == "off":
         return fusion
     streams: dict[str, Stream] = {}  # streams of the ops on which a user would call `.stream()`

@@ -9,7 +9,7 @@ becomes
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
 The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move: for indices of other ranks, it
-gives zeros, which the pointwise op would change.
+reads zeros, which the pointwise op would change.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.fusion_ir.rewriting import eliminate_dead_code, is_pointwise
 from hostweave.options import Options
 
-MIN_LENGTH_PER_INDEX = 16  # fewest elements of the dim per index of a take that moves
+MIN_LENGTH_PER_INDEX = 16  # A take moves if the indexed dim has at least this many elements per index.
 
 
 def take_first(fusion: Fusion, options: Options) -> Fusion:

@@ -10,7 +10,7 @@ becomes
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If other instructions read %h, the fused kernel also
 writes %h, or each reader recomputes %h.
 
-If two kernels read the same elements, and the later launch can move to the earlier one, merges the kernels. The field `ends` of each kernel
+Also merges two kernels that read the same elements, if the later launch can move to the earlier one. The field `ends` of each kernel
 states why its fusion ended.
 """
 
@@ -33,7 +33,7 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
 CHEAP = 10  # number of additions that take as long as a read of one element
-MAX_SHORT_ROW = 1 << 14  # longest row, in elements, that one thread block reads faster than a second launch would
+MAX_SHORT_ROW = 1 << 14  # longest row, in elements, that one thread block reads in less time than a second launch takes
 _number = attrgetter("number")
 
 
@@ -98,7 +98,7 @@ class Links:
         return len(self.launches) < before
 
     def _joined(self) -> set[Place]:
-        """Merges two launches. Returns the places that access memory of the merged launch."""
+        """Merges two launches. Returns the places that access memory of the merged launch. Empty if no two launches can be merged."""
         readers: dict[str, dict[Place, None]] = {}
         for place, launch in self.launches.items():
             for src in launch.srcs:
@@ -137,7 +137,7 @@ class Links:
         return replace(self._program, body=body, kernels=tuple(self.kernels[name] for name in launched))
 
     def is_before(self, place: Place, other: Place) -> bool:
-        """True if the instruction at `place` is before the launch at `other`, or was moved there."""
+        """True if the instruction at `place` is before the launch at `other`, or was moved before this launch."""
         return self._moved.get(place.number, place.number) <= other.number
 
     def instruction(self, place: Place) -> tree.Instruction:
@@ -291,8 +291,8 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if a recomputation takes about as long as a load of the result, or less. Casts that do not narrow qualify, and
-    cheap formulas of small inputs."""
+    """True if a recomputation takes about as long as a load of the result, or less. Casts that do not narrow qualify. Cheap
+    formulas qualify if they have no inputs, or inputs of fewer bytes than the result."""
     inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
     if not inputs:
         return sum(OPS[op.kind].cost for op in ops) <= CHEAP
@@ -309,7 +309,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value more than once. Such a value lacks an index, and its indices are not exactly the kept ones."""
+    """True if a kernel would compute a value repeatedly: the value lacks an index, and its indices are not exactly the kept indices."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
@@ -327,7 +327,7 @@ def _waits(i: tree.Instruction) -> bool:
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
-    """Merges the later launch into the first. Returns the merged launch, and the views that must move before it."""
+    """Merges the later launch into the first. Returns the merged launch, and the definitions that must move before this launch."""
     one, other, types = links.launches[first], links.launches[later], links.types
     walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
     whole = product(tuple(walked.sizes.values()))
@@ -403,7 +403,7 @@ def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
     """Removes repeated ops. They arise if one producer is fused into several operands of a kernel."""
     if len(kernel.ops) < 2:
         return kernel
-    # Equal ops may read a vector along rows, along columns, or at a computed index. Their results differ.
+    # Two ops with equal operands may differ: one reads a vector along rows, and one along columns or at a computed index.
     walked = iteration(kernel)
     results = {result.name for result in kernel.results}
     first: dict[object, str] = {}

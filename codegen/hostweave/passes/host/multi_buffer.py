@@ -1,4 +1,4 @@
-"""Multi-buffering: one slot per stream replaces a buffer if each of its chunks is used on only one stream.
+"""Multi-buffering: a buffer shrinks to one slot per stream if each of its chunks is used on only one stream.
 
     %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
     for %j in 0..17 {                                      for %j in 0..17 {

@@ -38,7 +38,7 @@ def privatize_per_stream(program: ir.HostProgram, options: Options) -> ir.HostPr
 
 
 def _chunks(uses: DefUse, name: str) -> list[Place]:
-    """Views of the chunks of an allocation, if each iteration of a stream block uses a separate chunk. Otherwise empty."""
+    """Views of the chunks of an allocation, if each iteration of a loop uses a separate chunk in one stream block. Otherwise empty."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in touches}
     if len(blocks) != 1 or None in blocks or uses.allocates[name].block is not None:

@@ -109,7 +109,7 @@ class _Copy:
     # --- readers of the copy read its source ---
 
     def reading_source(self, taken: set[str]) -> BodyEdits:
-        """Edits after which later readers read the source. If the loop's result is read later, the copy moves to the end of the body."""
+        """Edits after which later readers read the source. If the loop's result is read later, moves the copy to the end of the body."""
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
@@ -175,7 +175,7 @@ class _Copy:
         return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
 
     def _made_for_choice(self, before: list[Place]) -> list[Place] | None:
-        """Instructions in `before` that define indices and views of the `choose`. None if other kinds of instructions define them."""
+        """Instructions in `before` that define indices and views of the `choose`. None if these instructions cannot move."""
         needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
         moved: list[Place] = []
         for place in reversed(before):

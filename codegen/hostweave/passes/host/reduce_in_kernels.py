@@ -73,7 +73,7 @@ class _Reducing:
                 if one.consumer.number not in edits and is_first and self.is_light(i, links.launches[one.consumer]):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
                     launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
-            # A result must not share memory with the term: other threads may still send parts of the term.
+            # A result must not share memory with the collective's operand: other threads may still send parts of the operand.
             if self.uses.root(launch.srcs[0]) not in map(self.uses.root, launch.dsts):
                 edits[place.number] = ()
                 producer = self.sending(place, i, end)
@@ -116,10 +116,10 @@ class _Reducing:
         return are_small and self.uses.root(i.src) not in map(self.uses.root, consumer.srcs)
 
     def sending(self, place: Place, i: ir.FromTo, end: Place) -> Place | None:
-        """The launch that stores the term of a reduce_scatter, if it may store each block in the memory of the rank that receives the
-        block.
+        """The launch that stores the operand of a reduce_scatter, if this launch may store each block in the memory of the rank that
+        receives the block.
 
-        The launch directly precedes the reduce_scatter. No other instruction accesses the term. Each block must consist of whole rows,
+        The launch directly precedes the reduce_scatter. No other instruction accesses the operand. Each block must consist of whole rows,
         because a kernel may store a vector along the innermost dim.
         """
         touches = self.uses.touches[root] if (root := self.uses.root(i.src)) in self.uses.allocates else []
@@ -142,7 +142,7 @@ class _Reducing:
         return replace(launch, kernel=name)
 
     def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int, producer: Place | None) -> tree.Body:
-        """The exchange, or a choice between the exchange and the collective. Also launches the producer if it sends the term."""
+        """The exchange, or a choice between the exchange and the collective. Also launches the producer of the blocks, if given."""
         few: tree.Body = (IN_KERNELS[type(i)](launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location),)
         many: tree.Body = (i,) if end is place else (i, end.instruction)
         if producer:
@@ -156,7 +156,7 @@ class _Reducing:
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
-    """Adds a second parameter for the term if ops after the collective read it."""
+    """Adds a second parameter for the operand of the collective if later ops also read this operand."""
     (term, *_), (first, *others) = kernel.inputs, kernel.ops
     if not any(term.name in op.tensors for op in others):
         return launch, kernel

@@ -44,7 +44,7 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     unchanged = set(program.body)  # An inserted wait or record is not in this set, because it names the new event.
     changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
     first, last = changed[0], changed[-1]
-    begin = turns.without(ir.Wait, body[first])  # Nothing precedes the first turn.
+    begin = turns.without(ir.Wait, body[first])  # The first communication waits for nothing.
     if begin == (body[first],):
         begin = (ir.Record(turns.event, Const(0)), *begin)
     end = turns.without(ir.Record, body[last]) if last > first else ()

@@ -76,7 +76,7 @@ class _Rows:
             for view in self.uses.viewed.get(root, ()):
                 new.update(view.instruction.defined(types))
                 types.update(new)
-        except ValueError:  # The view merges the dim of the rows with another dim.
+        except ValueError:  # The view merges the padded dim with another dim.
             return {}
         return new if all(self.accepts(touch.instruction, types) for touch in self.uses.touches[root]) else {}
 

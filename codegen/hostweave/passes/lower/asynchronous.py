@@ -28,7 +28,7 @@ class Asynchronous:
         return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
-        """Emits the instructions of `communicate` on the separate stream, after all work that the caller's stream already has. The copy of
+        """Emits the instructions of `communicate` on the separate stream, after all earlier work of the caller's stream. The copy of
         this rank's block may run on the stream COPIES or on the caller's stream. Sums of terms may run on the caller's
         stream."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
