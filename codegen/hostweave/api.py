@@ -46,8 +46,8 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     Lowers the program and verifies it after every pass. `Options.check` turns the check for races, deadlocks and wrong results on or off.
     The C++ is compiled when first needed, or by `Program.build`.
 
-    Raises ProgramError if the program has a fault or is not supported. The message names the line in the user's source, if the line is
-    known.
+    Raises ProgramError if an argument is invalid, or if the program has a fault or is not supported. The message names the line in the
+    user's source, if the line is known.
 
     Example: `program = hw.compile(ag_matmul, target="cuda", options=hw.Options(streams=2))`.
     """
@@ -144,7 +144,7 @@ class Program:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Generated files: a mapping from path to text. The files do not depend on the target."""
+        """Generated files: a mapping from path to text. The files depend on `figures`, but not on the target."""
         return self.compiled.sources
 
     @property
@@ -165,9 +165,9 @@ class Program:
     def explain(self) -> str:
         """Explains the compiler's choices.
 
-        Each communication has a line with its algorithm, transport, chunks and time. The line also has the times of the alternatives, or
-        says why there are none. Attention ops have a line too, and so do matmuls that are split because they are unaligned. Raises
-        ProgramError if the program was compiled from host IR.
+        Each communication has a line that says how the communication runs. If the compiler had alternatives, the line has their times.
+        Attention ops have a line too, and so do matmuls that the compiler splits or composes. Raises ProgramError if the program was
+        compiled from host IR.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -294,7 +294,7 @@ class Program:
         The callable keeps the arrays alive. On the CPU target, a launch repeats the call.
 
         All ranks launch the graph together. With one-sided communication, no rank may make an ordinary call while another rank launches.
-        Capturing one-sided communication needs NCCL 2.30.7 or later.
+        Capturing the transport one_sided needs NCCL 2.30.7 or later.
 
         Alternatively, call the program inside a capture of the caller, such as `torch.cuda.graph`. The call becomes part of the caller's
         graph. Before such a capture, call the program once with arrays of the same shapes.

@@ -19,7 +19,7 @@ OVERLAPS = ("auto", "off", "search")
 class Options:
     """Options of `hw.compile`.
 
-    - `streams`: number of CUDA streams of a chunk loop. Iteration i runs on stream i modulo this number.
+    - `streams`: largest number of CUDA streams of a chunk loop. Iteration i runs on stream i modulo the number of streams.
     - `check`: True proves that the host program has no races and no deadlocks, and compares its results with those of the fusion. False
       skips the check. The default checks programs for up to 16 ranks.
     - `sizes`: typical sizes of dims by name. The compiler optimises for these sizes, and assumes 4096 for others.

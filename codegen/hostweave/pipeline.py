@@ -189,7 +189,7 @@ def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProg
 
 
 def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:
-    """Verifies a stage, unless it equals the stage before and no stricter rules apply."""
+    """Verifies a stage, unless it equals the stage before. Verifies an unchanged fusion too if stricter rules apply from this stage on."""
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)

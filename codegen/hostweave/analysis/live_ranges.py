@@ -52,8 +52,6 @@ class CallEvent:
 
 @dataclass(frozen=True)
 class OnRanks:
-    """Events on the ranks of a mesh."""
-
     mesh: Mesh
     steps: MemoryEvents
 

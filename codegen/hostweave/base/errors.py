@@ -102,7 +102,7 @@ class SizeError(ArgumentError):
 
 
 class BuildError(HostweaveError, RuntimeError):
-    """A toolchain that is missing or that failed."""
+    """A toolchain that is missing or fails, or a cache of builds that cannot be used."""
 
 
 class MissingPackage(HostweaveError, ImportError):

@@ -132,7 +132,6 @@ class Lexer:
         return tuple(items)
 
     def enclosed(self, item: Callable[[], T], signs: str = "()") -> tuple[T, ...]:
-        """Parses a list of items between two signs."""
         self.expect(signs[0])
         return self.list_of(item, signs[1])
 

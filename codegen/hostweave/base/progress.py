@@ -35,7 +35,7 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """Shows the progress of a `with` block. Steps count for the outermost block, and only the logger shows nested ones."""
+    """Shows the progress of a `with` block. Steps count for the outermost block. Only the logger shows nested blocks."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:
@@ -77,5 +77,4 @@ def _show(text: str) -> None:
 
 
 def is_terminal() -> bool:
-    """True if a line on stderr can be rewritten."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

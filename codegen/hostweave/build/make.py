@@ -60,7 +60,7 @@ def make_runtime(
 
 
 def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
-    """Writes at most one file per core that includes some of the sources, so that a core parses the common headers once."""
+    """Writes at most one file per core. Each file includes some of the sources, so that a core parses the common headers once."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():

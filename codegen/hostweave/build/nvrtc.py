@@ -35,7 +35,7 @@ def _integers() -> str:
 
 # Texts of headers. NVRTC has no standard headers. kernels.h is empty, because it declares host functions.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
-_FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing this takes as long as all other headers
+_FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing this header takes as long as parsing all others
 _INSTANCES = "// Each paragraph below is compiled separately.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
@@ -70,8 +70,8 @@ def units_of(kernels: str) -> list[Unit]:
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into one unit per paragraph after the marker line. Each unit also has the text before this line and the last
-    paragraph. A file without the line is one unit."""
+    """Splits a runtime file into one unit per paragraph after the line `_INSTANCES`, except the last one. Each unit also has the last
+    paragraph, and the text before the line. A file without the line is one unit."""
     before, line, instances = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]

@@ -39,10 +39,10 @@ def check(
 
     A fault is one of these:
 
-    - Two accesses of the same bytes, at least one of them a write, are not ordered by a stream, an event or arriving data. Accesses of the
-      caller before and after the call count. Accesses of one instruction, or of one `group`, count as unordered, unless the instruction may
-      overwrite its operand in place.
-    - Memory is freed while it is in use, or reused before its last use has provably ended.
+    - Two accesses of the same bytes, at least one of them a write, are not ordered by streams, events, signals or arriving data. Accesses
+      of the caller before and after the call count. Accesses of one instruction, or of one `group`, count as unordered, unless the
+      instruction may overwrite its operand in place.
+    - Memory is freed while it is in use, used after it was freed, or reused before its last use has provably ended.
     - A communication has no match on another rank, or matching communications differ.
     - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.
     - A wait may use an event that has not been recorded.

@@ -1,5 +1,5 @@
-"""Matches communications. The n-th send of rank a to rank b matches the n-th recv of b from a. Signals of one number match waits in the
-same way. The n-th collectives of all ranks of a process group match."""
+"""Matches the communications of each channel. The n-th send of rank a to rank b matches the n-th recv of b from a. Signals of one number
+match waits in the same way. The n-th collectives of all ranks of a process group match."""
 
 from collections import defaultdict
 from dataclasses import dataclass

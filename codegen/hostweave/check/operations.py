@@ -100,7 +100,7 @@ class Operation:
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
     peer: int | None = None  # global rank of the peer, or of a collective's root
     members: tuple[Operation, ...] = ()  # operations of a group
-    waits: tuple[Operation, ...] = ()  # operations on other streams that must end before this one starts
+    waits: tuple[Operation, ...] = ()  # operations that a fork, a join or an event orders before this one
     frees: tuple[Operation, ...] = ()  # for an allocate: deallocates whose bytes it may reuse, the last one of each stream
 
     @property

@@ -105,7 +105,7 @@ class _Binder:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
     def nested(self, body: tree.Body) -> list[SimulationStep]:
-        """Binds a body, and a deallocate for each allocation of the body and of its `on` bodies."""
+        """Binds a body, and a deallocate for each allocation of the body and of its `on` bodies that the body does not free."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 

@@ -23,8 +23,8 @@ SizeSteps = dict[str, tuple[int, int]]  # symbol -> (step between possible value
 
 @ir.analysis
 def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
-    """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}. Each loop uses each stream at
-    least twice. Dims are sharded evenly if possible."""
+    """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}. A loop over all indices of a
+    dim uses each stream at least twice. Dims are sharded evenly if possible."""
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
     smallest = {name: size for name, (_, size) in steps.items()}  # If no sizes fit, the check raises an error at these sizes.
@@ -54,7 +54,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         integer_sizes.update(dim_size for op in kernel.ops for dim_size in op.result.type.shape)
     for dim_size in sorted(integer_sizes, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
         if not set(dim_size.factors) <= sizes.keys():
-            continue  # ceil(...) and local(...) are integers at any size.
+            continue  # ceil(...) and local(...) are integers at any size. `_search` tests sums.
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
             # In a product of several symbols, the first symbol becomes a multiple of the divisor.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
@@ -174,7 +174,8 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes. Enlarges sizes that determine no trip count, because a wrong order of few elements may not show."""
+    """Minimal sizes, and uneven sizes. Enlarges sizes, except `kept` and those of trip counts, because a wrong order of few elements may
+    not show."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
@@ -191,7 +192,7 @@ def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[st
 
 
 def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
-    """Number of elements of all buffers of a rank. Approximate if sizes do not divide evenly."""
+    """Number of elements of all buffers and views of a rank. Approximate if sizes do not divide evenly."""
     known = RankSizes(sizes, program.mesh)
     shapes = Counter(type.shape for type in ir.buffer_types(program).values())
     return sum(number * prod((size * size.divisor).bind(known) / size.divisor for size in shape) for shape, number in shapes.items())
@@ -215,8 +216,8 @@ def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int
 
 
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
-    """Larger sizes for symbols that need not divide evenly. All sizes differ, because a swap of equal dims would not show. Some rank has at
-    least two elements of each such dim, because a sum and a maximum of one element are equal."""
+    """Larger sizes for symbols that need not divide evenly. The larger sizes differ, because a swap of equal dims would not show. Some rank
+    has at least two elements of each such dim, because a sum and a maximum of one element are equal."""
     if not program.uneven:
         return ()
     steps = dict.fromkeys(program.uneven, 1)

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     program.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for the compiler's choices, checks and predictions")
     program.add_argument("--overlap", choices=OVERLAPS, default="auto", help="how chunk loops are chosen (default auto)")
     program.add_argument("--transport", choices=TRANSPORTS, default="auto", help="transport of bytes between ranks (default auto)")
-    program.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a chunk loop (default 4)")
+    program.add_argument("--streams", type=int, default=4, help="most CUDA streams of a chunk loop (default 4)")
     target.add_argument("--target", choices=NAMES, default="cpu", help="target (default cpu)")
     as_json.add_argument("--json", action="store_true", help="print JSON, for scripts; for bench with --list, for cache with list or size")
 

@@ -138,7 +138,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream. This stream has no workspace; the streams of the program have one."""
+    """Matmuls on the caller's stream. This stream has no workspace, unlike each stream of the program."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 

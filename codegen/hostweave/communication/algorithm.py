@@ -1,10 +1,11 @@
 """Interface of the algorithms that move the chunks of one reshard in a chunk loop. `algorithms.py` lists all algorithms.
+This loop uses the algorithm p2p for the all_gather:
 
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
 
-uses the algorithm p2p for the all_gather. An algorithm states the reshards that it supports, and predicts the time of a loop. Its
-`Lowering` emits the instructions before, in and after the loop.
+An algorithm states the reshards that it supports, and predicts the time of a loop. Its `Lowering` emits the instructions before, in and
+after the loop.
 """
 
 from __future__ import annotations

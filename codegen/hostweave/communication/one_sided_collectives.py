@@ -23,8 +23,9 @@ If the result of a gather is in a window and the operand is not, each rank puts 
 A rank signals its peers before it waits, so ranks cannot block each other. In a CUDA graph, a second signal blocks the sender until the
 receiver has waited for the first. A collective therefore waits for a peer before it signals this peer again.
 
-In a reduction, a rank gets the terms of its block, and a kernel reduces them. In a reduce, the root gets all terms. In an all_reduce of a
-small tensor, or of one without equal blocks, each rank gets all terms. The ranks reduce in rank order, so their results are equal.
+In a reduce_scatter, a rank gets the terms of its block, and a kernel reduces them. In a reduce, the root gets all terms. An all_reduce is a
+reduce_scatter and an all_gather. If the tensor is small or has no equal blocks, each rank instead gets all terms, and reduces them in rank
+order. The results of all ranks are therefore equal.
 """
 
 from collections.abc import Callable
@@ -89,7 +90,7 @@ class OneSidedCollectives(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: TermReduction) -> None:
-        """Emits a reduce_scatter and an all_gather. If the tensor is small or has no equal blocks, each rank gathers and reduces it."""
+        """Emits a reduce_scatter and an all_gather. If the tensor is small or has no equal blocks, each rank reduces all terms instead."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None

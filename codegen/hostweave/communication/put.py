@@ -126,7 +126,7 @@ class PutGather(_Loop):
         branch(b, opposite(steps.owned_by.equals(self.rank)), arrive)
 
     def read(self, shard: str, steps: LoopSteps) -> None:
-        """Emits a wait until the peer's shard is ready, and a get of a chunk of each value."""
+        """Emits a get of a chunk of each value. Before the first chunk of a shard, emits a wait until the shard is ready."""
         wait = partial(self.wait_for, steps.owned_by, shard, "ready")
         if self.subchunks == 1:
             wait()

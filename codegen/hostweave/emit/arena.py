@@ -16,13 +16,13 @@ def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
 
 
 def calls_functions(steps: MemoryEvents) -> bool:
-    """True if the plan of a body contains plans of called functions. These plans take the sizes as an argument."""
+    """True if the plan of a body calls the plans of functions, and passes the sizes to them."""
     return any(isinstance(step, CallEvent) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
 
 
 def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
     """Assigns each buffer to the first group without a live buffer, because buffers of a group may share bytes. Buffers in windows have
-    their own groups. `used` maps each live buffer to the index of its group. The buffer of a stream stays live until the stream is
+    their own groups. `used` maps each live buffer to the index of its group. A buffer of a pool of streams stays live until the pool is
     joined."""
     for step in steps:
         match step:

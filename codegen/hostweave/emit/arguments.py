@@ -1,4 +1,4 @@
-"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and the run-time checks of both."""
+"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and their run-time checks."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class SizeBinding:
 @dataclass(frozen=True)
 class CheckedArgument:
     name: str  # the user's name
-    label: str  # C++ of this name
+    label: str  # C++ expression of the user's name
     dtype: str
     shape: str
     pattern: str  # expected shape before this argument binds sizes; dims of unknown size are hw::kAny
     sizes: tuple[SizeBinding, ...]
-    again: bool  # True if the shape is checked again after all its sizes are bound
+    again: bool  # True if the check follows the bindings of sizes, and compares with `shape` instead of `pattern`
     buffer: OperandBuffer  # local buffer, such as bf16[M/8, K]
     used: bool
     parameter: str  # parameter of the program; for a group, the other fields describe the first tensor
@@ -79,7 +79,7 @@ class _Binding:
     name: str
     dim: int
     shards: int
-    from_global: bool = False  # True if shards may be uneven
+    from_global: bool = False  # True if shards may be uneven, or if only some ranks have the tensor
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
@@ -104,7 +104,7 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
 
 
 def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[Guarded]:
-    """Checks of tensors. A loop checks parameter groups. The first tensor of a group that binds sizes is checked before the loop."""
+    """Checks of tensors. A loop checks parameter groups. If a group binds sizes, its first tensor is also checked before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     for x in arguments:
         structs = context.struct_of.get(x.parameter)
@@ -122,7 +122,7 @@ def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
-    """Binding of a symbolic size by a local size such as `M/8` or `local(M, x)`. None for an int or another local size."""
+    """Binding of a symbolic size by a local size such as `M/8` or `local(M, x)`. None if the local size is of another form."""
     part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
         return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_global=True)
@@ -167,8 +167,8 @@ def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """C++ calls that check sizes at run time. Differences must not be negative, and reduced dims must not be empty. Sums of sizes must be
-    multiples of their divisors."""
+    """C++ calls that check sizes at run time. Differences must not be negative. Dims of reductions without an identity must not be empty.
+    Sums of sizes must be multiples of their divisors."""
     for dim_size in not_negative(program):
         if not integers.depths.keys() >= {*dim_size.atoms}:
             yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'

@@ -107,7 +107,7 @@ class ProgramContext:
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
-        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by their C++ without names
+        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by the `key` of their emitters
         self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # keyed by the arguments of `launched`
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
@@ -160,7 +160,7 @@ class ProgramContext:
         return guarded((self.condition_of_plan(key), f"{plan.member}.prepare({', '.join(plan.prepared_with)});") for key, plan in plans)
 
     def condition_of_plan(self, key: PlanKey) -> str:
-        """C++ condition under which a plan is needed. Empty if the plan is always needed, or if its uses have different conditions."""
+        """C++ condition under which a plan is needed. Omits the mesh or the condition on sizes if uses differ in it."""
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
         sizes = {condition for _, condition in self.uses_of_plan[key]}

@@ -81,7 +81,7 @@ def accumulator_type(dtype: DType) -> str:
 class CppExprPrinter:
     """Prints sizes and integer expressions as C++.
 
-    - `sizes` maps symbolic sizes to C++ names. Factors of a product are in this order.
+    - `sizes` maps symbolic sizes to C++ names. Factors of a product are in the order of `sizes`.
     - `multiples` has known divisors of sizes. If 8 divides M, `M*K/8` is printed as `M / 8 * K`.
     - `variables` maps loop indices to C++ names.
     - `coordinates` maps a mesh and an axis to the C++ name of this rank's coordinate. The axis `""` stands for the rank itself.
@@ -170,7 +170,7 @@ class CppExprPrinter:
 
     @contextmanager
     def given(self, condition: Expr) -> Iterator[None]:
-        """Assumes that a condition holds inside the `with` block. A comparison with a constant narrows the range of a loop index."""
+        """Assumes that a condition holds inside the `with` block. `<` and `>` with a constant narrow the range of a variable."""
         before = dict(self.ranges)
         match condition:
             case Binary(">", Var(name), Const(value)):

@@ -65,7 +65,7 @@ def export(
     for path in written.keys() - files.keys():
         (folder / path).unlink(missing_ok=True)  # CMake would still compile a file of an earlier export.
     sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
-    for path, content in {_SUMS: sums.encode(), **files}.items():  # The digests come first, so an interrupted export can be repeated.
+    for path, content in {_SUMS: sums.encode(), **files}.items():  # The digests come first, so an interrupted first export can be repeated.
         there = folder / path
         if not there.exists() or there.read_bytes() != content:  # An unchanged file keeps its time stamp, so CMake does not recompile it.
             there.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def export(
 
 def _runtime(with_attention: bool) -> dict[str, bytes]:
     """Sources of the runtime by path, without the driver, which only the Python binding uses. STAMP has a digest of the sources that all
-    exported programs share."""
+    exported libraries share."""
     paths = [RUNTIME / "CMakeLists.txt", *(path for part in _PARTS for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())]
     shared = {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
     stamp = _sum(b"".join(path.encode() + content for path, content in shared.items() if "/sample/" not in path))

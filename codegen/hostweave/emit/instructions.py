@@ -94,7 +94,7 @@ class Emitter:
 
     def emit_call(self, i: ir.Call) -> str:
         structs = {at: each for each in self.context.passed.get(i.function, ()) for at in each.members}
-        arguments: dict[object, str] = {}  # keyed by position, or by struct if several parameters are passed as one struct
+        arguments: dict[object, str] = {}  # keyed by position, or by the struct that contains the argument
         for at, name in enumerate((*i.srcs, *i.dsts)):
             if at in structs:
                 struct = structs[at].structs.at(self.expr(self.elements[name][1]))
@@ -106,7 +106,7 @@ class Emitter:
     def instruction(self, i: tree.Instruction, last: bool) -> str:
         text = method_of(type(i))(self, i)
         opens_group = i.grouped and not self.in_group
-        if opens_group:  # A send or recv outside of a Group needs a group.
+        if opens_group:  # A send or recv outside of a Group gets its own group.
             text = lay_out("Group", self.transport(i).template, body=text)
         declares = tree.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
@@ -197,8 +197,8 @@ class Emitter:
     def emit_view(self, i: ir.View) -> str:
         """Declares a pointer at the view's offset.
 
-        Each use of some views contains the address, so these views need no pointer. These are tensors of a parameter group, views at offset
-        0, and views that only one call of a function uses.
+        Declares none for tensors of a parameter group, for views at offset 0, and for views that only one call of a function uses. The C++
+        of their uses contains the address.
         """
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset

@@ -104,7 +104,7 @@ class KernelFacts:
         return {f"{CFunction(dtype):{spec}}" for spec, dtype in specs}
 
     def template(self, op: Op) -> str:
-        """C++ template of an op for the dtype of its last operand. Empty if the op has no operands."""
+        """C++ template of an op for the dtype of its last tensor operand. Empty if the op has no tensor operands."""
         if not op.tensors:
             return ""
         dtype = op.result.type.dtype
@@ -137,7 +137,7 @@ class KernelFacts:
         return index if stride == ONE else f"{index} * {self.loops.integers.factor(stride)}"
 
     def used(self, op: Op) -> Iterator[str]:
-        """Operands of an op, each as often as the C++ of the op uses it."""
+        """Operands of an op, each as often as the C++ of the op uses it, and at least once."""
         for i, operand in enumerate(op.operands):
             if isinstance(operand, str):
                 yield from [operand] * max(1, self.fields(op).count((str(i), "")))

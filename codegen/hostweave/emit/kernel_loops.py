@@ -25,7 +25,7 @@ class Templates:
     reduce: str = ""  # call that reduces the accumulators of all threads
     reduce_last: str = ""  # cheaper call whose result only the storing threads get
     leader_if: str = ""  # condition that is true on the storing threads
-    bounds: str = ""  # most threads per block
+    bounds: str = ""  # arguments of `__launch_bounds__`
     closing: str = ""  # text after the body of the innermost loop
 
 
@@ -222,7 +222,7 @@ class LoopPrinter:
         return [term for term in terms if term[1] != ir.ZERO]
 
     def terms(self, access: str, lane: str = "") -> list[tuple[str, Size]]:
-        """Terms (index, stride) of the offset of an element. In a vector, the element is the first one or `lane`."""
+        """Terms (index, stride) of the offset of an element. The offset of a vector is that of its first element, or of element `lane`."""
 
         def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
             text = f"{name} + {lane}" if lane and dim == self.ir.along else name

@@ -1,4 +1,4 @@
-"""Emits kernels: loops, statements for one element, and parameters of the launch."""
+"""Emits kernels: loops, statements for one element, and parameters of the kernel."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class KernelEmitter(KernelFacts):
                 op.result.name if is_value and op.result.name not in self.results else combine.total, f"total of {op.result.name}"
             )
             first = combine.starts[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
-            first = first.replace("64", str(8 * kind.itemsize))  # i32 starts at INT32_MAX, although the accumulator has 64 bits.
+            first = first.replace("64", str(8 * kind.itemsize))  # A minimum of i32 starts at INT32_MAX, not at INT64_MAX.
             element = section.value(op.tensors[0])
             if OPS[op.kind].locates:
                 accumulator, first = f"hw::Indexed<{accumulator}>", f"{{{first}, INT64_MAX}}"

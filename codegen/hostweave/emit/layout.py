@@ -137,8 +137,7 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
     return [code.ljust(width) + comment if comment else code for run, width in zip(runs, widths, strict=True) for code, comment in run]
 
 
-# --- templates -------------------------------------------------------------------------------------------------------- A generated file
-# has a template, and a class of instructions has a macro.
+# --- templates --------------------------------------------------------------------------------------------------------
 
 
 COMMON = "common"  # macros that do not depend on a transport
@@ -173,7 +172,7 @@ def _environment() -> Environment:
 
 
 def guarded(statements: Iterable[Guarded]) -> str:
-    """Lays out statements, each under a condition or under "". Neighbours with one condition share a block."""
+    """Lays out statements, each under its condition. The condition "" is always true. Neighbours with equal conditions share a block."""
     text = ""
     for condition, group in groupby(statements, key=itemgetter(0)):
         lines = [line for _, line in group]

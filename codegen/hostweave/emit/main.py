@@ -17,7 +17,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, TensorType, f16, f32
 from hostweave.types.zigzag import Zigzag
 
-SIZE = 64  # default of a symbolic size, or the next larger multiple of the divisor that the program needs
+SIZE = 64  # default of a symbolic size, which is rounded up to a multiple of the divisor that the program needs
 RANK, INDEX = "r", "i"
 # Names that CMake, the runtime or the build folder use.
 _OF_CMAKE = """
@@ -41,7 +41,7 @@ class SampleTensor:
     cpp: str
     dtype: str
     dims: str
-    twin: str  # C++ of the first rank with the same shard; rank r compares its shard with this rank
+    twin: str  # C++ of the first rank with the same shard, or of rank r if there is no formula; rank r compares its shard with this rank
     on: str  # C++ condition: rank r has a shard
 
 

@@ -46,7 +46,6 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
 
 
 def index(mesh: Mesh, rank: str = RANK) -> str:
-    """C++ of a rank's index in a mesh."""
     if not mesh.is_run:
         return _index_in(mesh, rank)
     first = mesh.all_ranks[0]
@@ -66,7 +65,7 @@ def _factor(text: str) -> str:
 
 @dataclass(frozen=True)
 class Local:
-    """An integer constant that a generated function declares: a local size, an upper bound of local sizes, or a coordinate."""
+    """An integer constant that a generated function declares, such as a local size or a coordinate."""
 
     name: str
     value: str

@@ -48,7 +48,7 @@ def is_reserved(name: str) -> bool:
 
 
 class CppNames:
-    """C++ names of one scope. Equal names get equal C++ names, and different names get different C++ names.
+    """C++ names of one scope. Equal names of one kind get equal C++ names, and all others get different C++ names.
 
     A name that is reserved or used gets the first free numeric suffix: `int` becomes `int_1`. Every name gets `suffix`, such as the `_` of
     class members.
@@ -64,8 +64,8 @@ class CppNames:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """C++ name for `name` that is not in `apart`. Equal names of different kinds get different C++ names. A composed name, such as
-        `M_x`, needs a kind, because another value could have this name."""
+        """C++ name for `name` that is not in `apart`. A composed name, such as `M_x`, needs a kind, because another value could have this
+        name."""
         if (kind, name) not in self._given:
             free = self._free(name, apart)
             self._given[kind, name] = free

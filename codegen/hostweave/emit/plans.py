@@ -57,7 +57,7 @@ class Products:
 
     @staticmethod
     def result(name: str, uses: DefUse) -> str:
-        """Name of a result in the name of a plan: a view with a constant index, or else the buffer."""
+        """Name of a result in the name of a plan: the result's own name if it is a view at a constant index, otherwise the buffer's."""
         at = name
         while (place := uses.views.get(at)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
             *_, at = tree.names(place.instruction, "alias")
@@ -76,7 +76,7 @@ OptionalOperands = Sequence[tuple[str, str]]  # (role, name) of optional operand
 
 
 def attention_made_with(i: EitherAttention, type: BufferType, blind: str, streams: int) -> tuple[str, str]:
-    """Constructor arguments of an attention plan, valid for every size: the dtype, the pattern, and the number of concurrent streams."""
+    """Constructor arguments of an attention plan, valid for every size: the dtype, and fields such as the window and the scale."""
     pattern = {
         "scale": repr(i.scale) if i.scale != 1 else "",
         "causal": i.diagonal is not None,
@@ -97,7 +97,7 @@ def attention_made_with(i: EitherAttention, type: BufferType, blind: str, stream
 def attention_prepared_with(
     i: EitherAttention, operands: OperandNames, beside: OptionalOperands, type_of: Callable[[str], BufferType], integers: CppExprPrinter
 ) -> OperandNames:
-    """Arguments of an attention plan's `prepare`: operand shapes, the diagonal, and the layouts of optional operands."""
+    """Arguments of an attention plan's `prepare`: shapes, the diagonal, layouts of optional operands, number of packed sequences."""
 
     def view(name: str) -> str:
         return f"hw::Strided{integers.strided(type_of(name)).removeprefix('hw::Strided')}"

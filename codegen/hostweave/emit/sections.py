@@ -122,7 +122,7 @@ class Section:
         return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of an update if this rank has the row. Operands contain the indices of the element."""
+        """Stores an element of an update if this rank has the row. Operands contain the start of the update along each axis."""
         _, update, *bounds = op.tensors
         kernel, loops, access = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -229,7 +229,7 @@ class Section:
         op = self.kernel.made[name]
         text, computed = self.expression(op)
         is_short = not OPS[op.kind].cost or self.is_total(op) or (self.is_wide and bool(OPS[op.kind].parts))
-        if _is_small_float(dtype):  # Small floats are f32 in registers. Only an explicit cast rounds them.
+        if _is_small_float(dtype):  # Small floats are f32 in registers. An explicit cast rounds them.
             text = text if compute_type(computed) == "float" else f"float({text})"
             return (f"hw::rounded<{dtype.cpp}>({text})" if op.kind == "astype" else text), is_short
         return _converted(text, computed, dtype), is_short and dtype != bool_

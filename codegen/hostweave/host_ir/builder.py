@@ -43,7 +43,7 @@ class Builder:
         self.hoists_views = True  # False in a loop that several meshes execute: views must not move before the loop
         # Copies of the current asynchronous communication that may run on another stream. None: copies are not collected.
         self.aside: list[tree.Instruction] | None = None
-        # Sums of terms of the current asynchronous communication. If they are emitted later, they can fuse with the kernel that reads them.
+        # Functions that emit sums of terms of the current asynchronous communication. A late sum can fuse with the kernel that reads it.
         self.sums: list[Callable[[], None]] | None = None
         self._used_names: set[str] = set()
         self._indices: list[str] = []  # names of loop indices, by loop depth
@@ -268,7 +268,7 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True if peers can access a parameter or allocation. True for every allocation: `with_windows` moves it if needed."""
+        """True for parameters that peers can access, and for every allocation, because `with_windows` moves allocations to windows."""
         return name in self._windows
 
     def is_outside(self, name: str) -> bool:

@@ -13,8 +13,8 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a separate program, callees before callers, then the main program. Each program declares only the kernels and
-    uneven sizes that it needs, and the events that it or an earlier program needs."""
+    """Every function as a separate program, callees before callers, then the main program. If there are functions, each program declares
+    only the kernels and uneven sizes that it needs, and the events that it or an earlier program needs."""
     if not program.functions:
         return (program,)
     parts = [
@@ -62,8 +62,8 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Inverse of `bodies`. Merges equal kernels. Renames event pools, and different kernels with the same name. A pool of streams gets the
-    largest size that a part needs. If there are several parts, removes unused channels."""
+    """Inverse of `bodies`. If there are several parts, merges equal kernels, and removes unused channels. Renames event pools and different
+    kernels that have equal names. A pool of streams gets the largest size that a part needs."""
     program = parts[-1]
     if len(parts) == 1:
         return program

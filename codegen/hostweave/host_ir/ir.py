@@ -32,7 +32,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
-MAX_WORDS = 3  # most op names in the name of a kernel
+MAX_WORDS = 3  # most ops of a kernel whose name lists its ops
 MAX_CHARACTERS = 48  # most characters of result names in the name of a kernel
 
 
@@ -106,7 +106,7 @@ class Kernel:
         """Name that is made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
         The name omits iota, and the op of a returned value whose name begins with the op, such as `multiply_y`. If the names of the results
-        are long, the name has only the last one. A kernel that updates its operand in place is named after the op and the operand.
+        are long, the name has only the last of them. A kernel that updates its operand in place is named after the op and the operand.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"

@@ -42,7 +42,7 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of elements after a slice. Omits sizes that cannot be
+    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of indices after a slice. Omits sizes that cannot be
     negative, because no coefficient is negative."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]

@@ -129,7 +129,7 @@ def _parse_field(reader: Reader, kind: type[tree.Instruction], name: str, hint: 
         return _parse_body(reader) if reader.accept("else") else ()
     if hint is str and f"%{{{name}}}" in kind.syntax:
         return reader.named()
-    if name in tree.roles(kind) and hint is not str:  # buffers of a launch or a call
+    if name in tree.roles(kind) and hint is not str:  # a list of buffers
         return reader.separated(reader.named) if reader.peek() == "%" else ()
     return _FIELD_PARSERS[hint](reader)
 

@@ -115,7 +115,7 @@ class Instruction:
 
     @property
     def packed(self) -> Cuts:
-        """Cuts of the tensor that a pack or an unpack handles. Empty for other instructions."""
+        """Cuts of the tensor of a pack, an unpack or a `Routed`. Empty for other instructions, and if a `Routed` has equal blocks."""
         return ()
 
     @property

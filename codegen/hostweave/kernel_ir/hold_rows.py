@@ -71,8 +71,8 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
 
 
 def _expensive(loops: Loops) -> tuple[str, ...]:
-    """Expensive or rounded values that several walks compute. The operand of a conversion to a wider type replaces the converted value,
-    because each walk can repeat the conversion."""
+    """Expensive or rounded values that several walks compute. The operand of a cast replaces the cast value unless the cast rounds, because
+    each walk can repeat the cast."""
     made = loops.kernel.made
     found, before = list[str](), set[str]()
     for walk in loops.walks:

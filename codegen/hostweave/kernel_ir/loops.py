@@ -176,8 +176,8 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the innermost reduced dim, or None. For lanes, the size of an input's lane, or of the result's lane if threads share a
-        lane."""
+        """Size of the innermost reduced dim, or None. For lanes, the size of an input's lane, or of the result's lane if the op has
+        `parts_lanes`."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(access for access in self.memory if (access in self.stores) == of_result)].size

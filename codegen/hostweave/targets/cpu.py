@@ -61,7 +61,7 @@ class _Cpu(Target):
             yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
 
     def machine(self, ranks: int) -> Machine:
-        """The H200, so that the two targets compile equal programs."""
+        """The H200, so that the CPU target runs programs as they are compiled for GPUs."""
         return H200
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:

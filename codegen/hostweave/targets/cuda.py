@@ -114,7 +114,7 @@ def why_no_puts(ranks: int) -> str:
 
 
 def why_not(transport: Transport) -> str:
-    """Reason why NCCL is too old for a transport, or "". Checks the header, and the library if this process has loaded it."""
+    """Reason why NCCL is missing or too old for a transport, or "". Checks the header, and the library if this process has loaded it."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
             cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"

@@ -1,4 +1,4 @@
-"""Predicts the time of each operation of a host program that runs alone, and the engine that executes it."""
+"""Predicts the time that each operation of a host program takes alone, and the engine that executes the operation."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

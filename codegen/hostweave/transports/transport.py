@@ -45,7 +45,7 @@ class Transport:
 
     @property
     def is_optional(self) -> bool:
-        """True if some machines cannot use the transport, and run a variant of the program on another one."""
+        """True if some machines cannot use the transport. They run a variant of the program on another transport."""
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:

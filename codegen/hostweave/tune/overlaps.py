@@ -211,8 +211,8 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
     """Alternatives for a gather or a reduce-scatter outside of loops, fastest first. Empty if there are none, or if a size is unknown.
 
     A collective is always possible. Copy engines are possible if `reaches`. They use gets for reduce-scatters, and for operands that the
-    program allocates. Other operands are not in windows, so copy engines use puts. In an alternative with one chunk per rank, one matmul
-    reads each gathered shard.
+    program allocates. Other operands are not in windows, so copy engines use puts. In an alternative with one chunk per rank, a
+    separate matmul reads each gathered shard.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]

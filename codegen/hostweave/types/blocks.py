@@ -14,7 +14,8 @@ from hostweave.types.tensor import TensorType
 
 @dataclass(frozen=True)
 class Cut:
-    """A local dim of size `size`, cut at the ends of `blocks` shards of the global dim. Text: `4 of M`."""
+    """A local dim of size `size`, cut into `blocks` blocks. Text: `4 of M`. If the size depends on the rank, blocks end at the ends of
+    `blocks` shards of the global dim."""
 
     blocks: int
     size: Size

@@ -41,7 +41,7 @@ class Network:
 
     `source` is the origin of the figures, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s".
 
-    Raises ProgramError for figures that are not above 0, or a source that is not a string.
+    Raises ProgramError for figures that are not numbers above 0, or a source that is not a string.
 
     Example: `dataclasses.replace(machine, network=hw.Network(bandwidth=45e9, latency=5e-6, source="measured on our cluster"))`.
     """

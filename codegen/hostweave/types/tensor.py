@@ -251,8 +251,8 @@ class TensorType:
 
     @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-        """Joins local arrays to the global array. `arrays` has one array per rank of the tensor's mesh, in rank order. If several ranks
-        have the same block, that of the last rank is used.
+        """Joins local arrays to the global array. `arrays` has one array per rank of the tensor's mesh, in the mesh's order of ranks. If
+        several ranks have the same block, that of the last rank is used.
 
         Raises ProgramError if the type does not fit the mesh, and ArgumentError if the arrays do not fit the type.
         """
@@ -423,7 +423,7 @@ def strides_of(buffer: BufferType) -> tuple[Size, ...]:
 
 
 def is_matrix(buffer: BufferType) -> bool:
-    """True if one of the last two dims has stride 1, as cuBLASLt requires."""
+    """True if one of the last two dims has stride 1 or size 1, as cuBLASLt requires."""
     return any(Size() in pair for pair in zip(buffer.shape[-2:], strides_of(buffer)[-2:], strict=True))
 
 

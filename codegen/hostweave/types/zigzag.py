@@ -37,8 +37,8 @@ def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool
 
 
 def pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
-    """Number of pieces of a dim: two per rank in zigzag over several ranks, otherwise one. Shards are equal if this number divides the
-    size."""
+    """Number of pieces of a dim: two per rank in zigzag over several ranks, otherwise one per rank. Shards are equal if this number divides
+    the size."""
     ranks = mesh.size_of(axes)
     return 2 * ranks if isinstance(axes, Zigzag) and ranks > 1 else ranks
 

@@ -1,4 +1,4 @@
-"""Arithmetic of fusions and host programs on arrays with lanes, one per independent random input. User kernels are random functions."""
+"""Arithmetic of fusions and host programs on arrays with one lane per independent random input. User kernels are random functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

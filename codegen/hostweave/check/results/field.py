@@ -115,7 +115,7 @@ def matmul(x: Elements, y: Elements) -> Elements:
         return reduced(np.einsum("...ik,...kj->...ij", x, y) if is_long else np.matmul(x, y))
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
-    for start in range(0, inner, _SUMMED):  # The sums of this many products of halves are exact in f64.
+    for start in range(0, inner, _SUMMED):  # Sums of so many products of a half and an element are exact in f64.
         part = slice(start, start + _SUMMED)
         high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
         _reduce_whole(high)

@@ -99,7 +99,7 @@ class Functions:
 
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
-        """A random function replaces a function that the field lacks. Shadows use NumPy's function, mapped into its domain."""
+        """A random function replaces a function that the field lacks. Shadows use NumPy's function, after a map into its domain."""
         with np.errstate(all="ignore"):
             in_domain = _RANDOM_FUNCTIONS[name](x.value)
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)

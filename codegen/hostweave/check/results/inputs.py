@@ -58,7 +58,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
         shadow, element = random.floats(shape)
-        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # Signs are opposite, so abs negates each element for one of two seeds.
+        shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # The first two seeds have opposite signs, so abs negates one of the two.
         return functions.real.from_parts(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))

@@ -1,10 +1,10 @@
-"""Arrays with several lanes. A lane is the copy of an array for one rank and seed.
+"""Arrays with several lanes. A lane is the copy of an array for one seed, or for one rank and one seed.
 
 An array consists of parts, which are NumPy arrays. The first dim of each part is the lane. Shapes and axes omit this dim. A function that
 needs a Python number, for example for a branch, raises NeedsSingleLane. `apply` then calls the function once per lane.
 
-Integers and bools are exact, and have one part. A float is a `Real` with two parts: a shadow in f64, and an element of a finite field. In
-random inputs, the two parts are independent. The shadow decides comparisons of numbers with different elements, sort orders, casts to
+Integers and bools are exact, and have one part. A float is a `Real` with a shadow in f64 and an element of a finite field. In random
+inputs, shadow and element are independent. The shadow decides comparisons of numbers with different elements, sort orders, casts to
 integers, and whether a number is finite. Sums and products of elements are exact. A function that the field lacks, such as sqrt, is a
 random function of the element.
 """

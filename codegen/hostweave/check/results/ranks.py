@@ -1,4 +1,4 @@
-"""Runs a host program on all ranks in one process, for all random inputs at once. Each input is a lane of the arrays (see lanes.py).
+"""Runs a host program on all ranks in one process, for all random inputs at once. Arrays have one lane per rank and seed (see lanes.py).
 
 The next rank is the ready rank that has executed the fewest operations. Ranks at the same instruction with equal layouts execute the
 instruction together, unless it communicates.
@@ -374,7 +374,7 @@ class FieldView:
         return self.array.lanes
 
     def read(self) -> Lanes:
-        """Returns the array. Copies only if the ranks use memory at different offsets."""
+        """Returns the array. Only `Views` copies the elements."""
         return self.array
 
     def fill(self, value: Lanes) -> None:
@@ -387,7 +387,7 @@ class FieldView:
 
 
 class Views(FieldView):
-    """Memory at different offsets on several ranks, as concatenated lanes."""
+    """Memory of several ranks that is not one strided array, as concatenated lanes."""
 
     def __init__(self, views: Sequence[FieldView]):
         self.views = views

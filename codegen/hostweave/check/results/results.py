@@ -59,7 +59,7 @@ class Difference:
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
-    """Number of seeds. Small programs and integers need more, because few numbers show a wrong bound of a comparison."""
+    """Number of seeds. Small programs and integers need more seeds, because only few numbers reveal a wrong bound of a comparison."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))

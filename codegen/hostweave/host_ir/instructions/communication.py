@@ -10,10 +10,10 @@ from hostweave.types.blocks import Cuts, Route
 EXCHANGE_RANKS = 8  # most ranks whose kernels exchange terms: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
 EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce inside a kernel, in bytes: hw::kExchangeBytes
-BLOCK_BYTES = 8 << 20  # largest sum of the sizes of all blocks inside a kernel, in bytes: hw::kBlockBytes
+BLOCK_BYTES = 8 << 20  # largest total size of the blocks of a collective inside a kernel, in bytes: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
-Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it
+Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it, or None
 
 
 class Communication(Instruction):

@@ -1,5 +1,5 @@
-"""Instructions of inlined programs, for the check: views of donated arguments with their contents before and after a call. Parser and
-emitter do not support them."""
+"""Instructions of inlined calls, for the check: views of arguments with their contents before and after a call. Parser and emitter do not
+support them."""
 
 from dataclasses import dataclass
 
