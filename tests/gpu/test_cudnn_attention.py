@@ -1,4 +1,4 @@
-"""Attention by cuDNN on one GPU, compared with PyTorch in float32: masks, groups, layouts, head sizes, and few rows."""
+"""Attention by cuDNN on one GPU, compared with PyTorch in float32 or float64: masks, groups, layouts, head sizes, and few rows."""
 
 from __future__ import annotations
 
@@ -195,8 +195,8 @@ def test_gradients_with_lengths() -> None:
 
 @pytest.mark.parametrize("diagonal", [22, 12, 8, 3, 0, -3, -9])
 def test_shifted_diagonals(diagonal: int) -> None:
-    """Causal diagonals of a rank with a shard of the rows or keys. The first rows may attend to no column. No row may attend to the last
-    columns."""
+    """Causal diagonals of a rank with a shard of the rows or keys. In some cases, the first rows attend to no column, or no row attends to
+    the last columns."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     for rows, columns in ((7, 15), (7, 5), (300, 200)):
@@ -257,7 +257,8 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 
 def test_cases_that_cudnn_lacks() -> None:
-    """cuDNN lacks lengths with a diagonal that does not start at row 0. It also lacks misaligned operands, so these are copied."""
+    """cuDNN does not support lengths with a diagonal that does not start at row 0. It also does not support misaligned operands. They are
+    copied."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"

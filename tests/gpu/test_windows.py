@@ -20,7 +20,7 @@ from hostweave.types.tensor import block_of
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
 NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put")
-# All channels of these programs use a stated transport.
+# programs whose channels all use the stated transport
 WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "ag_matmul_flat_chunked")
 
 

@@ -1,4 +1,4 @@
-"""Entries of torch's op database as functions of tensors of a dtype, each with its first sample that is not empty."""
+"""Entries of torch's op database as functions of tensors of a dtype, each with one sample of arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass
 class Entry:
-    """An entry with a result that can be compared: the entry takes tensors, and a second call returns the same result."""
+    """An entry that takes tensors. A second call returns the same result, unless the entry is in NOT_COMPARED."""
 
     name: str
     function: Callable[..., list[torch.Tensor]]
@@ -75,7 +75,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
             first, args, kwargs = pytree.tree_unflatten([mine.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
             with patch.object(
                 torch, "manual_seed", _SEED
-            ):  # Entries with random numbers call manual_seed. Modules must not call manual_seed.
+            ):  # Hostweave refuses modules that call manual_seed, but entries with random numbers call it.
                 results = pytree.tree_leaves(op(first, *args, **kwargs))
             made = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
             if info.name in _ANY_OF_EQUALS:

@@ -1,4 +1,4 @@
-"""Matrix factorisations, composed of other ops. They run eagerly, and are compared with torch's for several sizes."""
+"""Matrix factorisations, composed of other ops, are compared with torch's. Most tests run the factorisations eagerly."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_module_raises_as_torch_does(training: bool) -> None:
 
 
 def test_a_whole_step_has_no_checks() -> None:
-    """The program would update parameters before the error."""
+    """With checks, the program would update parameters before it raises an error."""
     module = OfMatrix(lambda a: torch.linalg.inv(a).sum())
     optimizer = torch.optim.SGD(module.parameters())
     with pytest.raises(ProgramError, match=r"as torch.linalg.inv makes, are not supported in a whole step; .* such as inv_ex"):

@@ -1,4 +1,4 @@
-"""Ops that transformers' models do not use: results, and gradients of parameters, compared with torch on 1 and 2 ranks."""
+"""Ops and small modules: results, and gradients of parameters, compared with torch on 1 and 2 ranks."""
 
 from __future__ import annotations
 

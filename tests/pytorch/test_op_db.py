@@ -1,7 +1,7 @@
 """Entries of op_db, torch's op database. An entry gives torch's result, or is on the page of refused entries in the documentation.
 
-Entries are tested in batches. By default, an eighth of the batches runs, on 2 ranks. With `-m slow`, all batches run, also on 1 and 4
-ranks. `python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
+Entries are tested in batches. By default, an eighth of the batches runs, on 2 ranks. With `-m slow`, the other batches run on 2 ranks, and
+all batches on 1 and 4 ranks. `python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_entries_of_other_kinds(number: int, kind: str) -> None:
 def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
     """Refused entries of a batch, with the reasons. If a batch is refused, each of its halves is tried separately.
 
-    Some entries only return their arguments, so each batch also has a product.
+    Some entries only return their arguments. A product gives each batch at least one op.
     """
     product = Entry("product", lambda x: [x * x], [torch.ones(2, requires_grad=True)], True)
     given = [one if is_backward else one.detach() for entry in (*batch, product) for one in entry.given]

@@ -1,6 +1,7 @@
 """Random modules of ops on odd inputs: results, dtypes and gradients, compared with torch, on 1 and 2 ranks in the interpreter.
 
-Inputs may be transposed, strided or expanded, and may have one element or none. Modules write to copies, and share a weight.
+Inputs may be transposed, strided or expanded, and may have dims of size 1 or 0. Modules write to copies. In some modules, two layers share
+a weight.
 """
 
 from __future__ import annotations

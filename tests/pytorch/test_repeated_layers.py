@@ -336,7 +336,7 @@ def test_layers_that_use_more_of_a_cache_are_traced() -> None:
 
 
 def test_untraced_layers_call_the_function_with_their_parameters() -> None:
-    """A layer that was not traced calls the function of an equal layer with its parameters. `traced` reports such layers, also with dynamic
+    """A layer that was not traced passes its parameters to the function of an equal layer. `traced` reports such layers, also with dynamic
     sizes."""
     module = of(2.0, 2.0, 2.0, 0.5)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Whole scripts: the examples, those of pages, and the `*_process.py` files. One process runs all ranks, or each rank has a process.
+"""Whole scripts: examples, scripts of documentation pages, and the `*_process.py` files. One process runs all ranks, or each rank has a
+process.
 
 On the CPU, most processes are forks of a server that has imported torch, because an import takes 4 seconds.
 """

@@ -70,8 +70,8 @@ CASES: dict[str, Callable[..., Any]] = {
 
 
 def made_by(call: Any, module: Any, x: Any, number: int) -> list[Any]:
-    """Returns results of a call, gradients, groups of tensors that share memory, and all values after a write to tensor `number`. Number 0
-    is the argument, and -1 is the last result."""
+    """Returns everything that must be as in torch, such as results, gradients, tensors that share memory, and values after a write to
+    tensor `number`. Number 0 is the argument, and -1 is the last result."""
     module.zero_grad()
     x = x.clone()
     results = [one for one in torch.utils._pytree.tree_leaves(call(x)) if isinstance(one, torch.Tensor)]

@@ -72,7 +72,7 @@ def test_steps_on_gpus(name: str, dtype: str, ranks: int) -> None:
 
 
 class Layers(nn.Module):
-    """A model with features that transformers' models lack: dropout, a frozen part, values without gradients, and two results."""
+    """A model with dropout, a frozen part, values without gradients, and two results."""
 
     def __init__(self, p: float = 0.0) -> None:
         super().__init__()
@@ -217,7 +217,8 @@ def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
     module = Layers(0.25).train().double()
     x = X.double()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"up.weight": "tp, -"}, (x, IDS), training=True)
-    wanted = [module.up.bias, module.down.weight]  # The only paths of these parameters to the loss go through detached values.
+    # No detached value depends on these parameters, so finite differences of the loss approximate their gradients.
+    wanted = [module.up.bias, module.down.weight]
 
     def loss(seed: int) -> Any:
         torch.manual_seed(seed)

@@ -169,7 +169,7 @@ def test_lifetime_of_memory() -> None:
     kept.clear()
     gc.collect()
     again = hw.Threads(1)
-    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # This works after the collective step that frees the memory.
+    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # Another group can allocate after the memory was freed.
     assert counted()["live_bytes"] <= with_both - 2 * (4 << 20) + (2 << 20)
 
 

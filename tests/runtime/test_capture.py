@@ -148,7 +148,7 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
         fresh = [new() for _ in range(40)]
         for i, mine in enumerate(fresh):
             call(*sets[0] if rank or i in (0, 1) else mine)
-            assert one.common_graphs.agreed == (len(results) < 63)  # The ranks use graphs until call 65. Two calls are not in `results`.
+            assert one.common_graphs.agreed == (len(results) < 63)  # Call 65 ends the use of graphs. `results` lacks two earlier calls.
         return results
 
     for result in zip(*threads.run(on_rank), strict=True):

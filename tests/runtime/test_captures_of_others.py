@@ -151,7 +151,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
-    """The progress then has a waiting time. The time counts from the first reading of the progress during the launch."""
+    """`progress` reports a waiting time. This time begins when `progress` is first read during the launch."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -224,7 +224,7 @@ def test_a_launch_by_the_application_names_its_line() -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
 def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None:
-    """Nobody may have read the progress while earlier calls ended."""
+    """The number is right although `progress` was not read while earlier calls ended."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:

@@ -106,7 +106,7 @@ def test_a_call_that_exceeds_its_time_limit_is_reported_with_all_ranks(capsys: p
         program, native = hw.compile(twice), Native()
         keep.append(program)
         waiting = 5.0 if group.rank == 0 else 0.0
-        if group.rank < 2:  # Rank 2 has been killed.
+        if group.rank < 2:  # Rank 2 does not answer, like a rank that was killed.
             position = RankPosition("twice", 17, 16 + group.rank)
             here = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), position=lambda: position, close=lambda: None)
             group.programs[program] = here
@@ -177,8 +177,8 @@ class Silent(MemoryStore):
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_an_overdue_call_is_reported_rather_than_a_silent_store(is_late: bool) -> None:
-    """If rank 0 is stopped, its call becomes overdue at about the time at which its store stops answering. The error names the call if the
-    call is overdue, and otherwise the store."""
+    """If rank 0 is stopped, calls of other ranks become overdue at about the time at which the store of rank 0 stops answering. The error
+    names the call if the call is overdue, and otherwise the store."""
     store, program, reasons, both = Silent(), hw.compile(twice), queue.Queue[str](), threading.Barrier(2)
 
     class Local:

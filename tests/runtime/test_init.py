@@ -296,7 +296,7 @@ def test_outputs_that_overlap(library: str) -> None:
 
     program, group = hw.compile(pair), hw.init(Here())
     outputs = [p.name for p in program.host.outputs]
-    shape = (4, 2)  # The shape has 32 bytes.
+    shape = (4, 2)  # An array of this shape has 32 bytes.
     for x, w, y, z, overlap in (
         (0, 32, 64, 96, None),
         (0, 0, 64, 96, None),  # Inputs may overlap.

@@ -40,7 +40,7 @@ def wanted(x: Any) -> tuple[Any, Any]:
 @pytest.fixture
 def group() -> Iterator[hw.Group]:
     made = hw.init(hw.Threads(1))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # Otherwise, JAX uses a GPU.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # Otherwise, JAX uses a GPU if there is one.
         yield made
     made.close()
 

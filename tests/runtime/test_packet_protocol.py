@@ -10,8 +10,8 @@ def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool
 
     The kernels of a rank run one after another. A kernel sends a packet to each peer, and receives a packet from each peer, in any order. A
     kernel ends when it has sent and received all packets. Before its end, the kernel may read received packets again. A packet contains the
-    number of its exchange. With `flags`, ranks send blocks without numbers instead of packets. One flag per pair of ranks has the number of
-    the last block.
+    number of its exchange. Without `waits`, a kernel does not wait for packets of its peers. With `flags`, ranks send blocks without
+    numbers instead of packets. One flag per pair of ranks has the number of the last block.
     """
     sends = [(rank, peer) for rank in range(ranks) for peer in range(ranks) if peer != rank]
     start = (0,) * ranks, (0,) * len(sends), (0,) * len(sends), (0,) * (len(sends) * slots)

@@ -26,8 +26,8 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
-NOTICED = 4  # Seconds until a lost rank is noticed. The documentation says about one second, but other tests slow the machine down.
-ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, puts, and automatically chosen puts
+NOTICED = 4  # Time limit in seconds to notice a lost rank. The documentation says about one second, but other tests slow the machine down.
+ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with sends and recvs, with puts, and with chosen puts
 
 
 @dataclass(frozen=True)

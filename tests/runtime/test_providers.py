@@ -297,7 +297,7 @@ def test_mpi(spread: bool) -> None:
         provider = MPI(FakeComm(rank, shared))
         store = provider.store("default", 20)
         world = meet(store, "default", *provider.rank_and_count("default"), 20)
-        again = provider.store("default", 20)  # This has no collective of MPI.
+        again = provider.store("default", 20)  # This call makes no collective of MPI.
         records = StoreExchange(again, world.prefix, rank, 3).gather(str(rank), 20)
         for one in (store, again):
             assert isinstance(one, TcpStore)

@@ -56,7 +56,7 @@ def test_arrays_are_checked_once(checks: list[str], of: Callable[[Any], Any]) ->
         np.testing.assert_array_equal(out, x)
     assert checks == ["x", "kept", PROGRAM.host.outputs[1].name]
     other = x * 2
-    total, scaled = model(other, kept)  # The input is new, and so are the outputs.
+    total, scaled = model(other, kept)
     assert total is kept
     np.testing.assert_array_equal(scaled, other)
     assert len(checks) == 5

@@ -355,7 +355,7 @@ def test_the_process_ends_cleanly_with_programs_open() -> None:
 
 
 class Broken:
-    """Array of a library whose DLPack export raises a given exception."""
+    """Array of a library whose DLPack export raises an exception."""
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise KeyError("nothing")
@@ -405,7 +405,7 @@ def test_objects_that_are_not_arrays() -> None:
 
 @pytest.mark.extra("jax")
 def test_an_array_of_jax_that_was_deleted() -> None:
-    """JAX has deleted the array, because it was passed with donate_argnums."""
+    """JAX deletes an array that is passed with donate_argnums."""
     jax = pytest.importorskip("jax", reason="needs JAX: pip install '.[jax]'")
     program, x = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1)), jax.numpy.ones((2, 2))
     x.delete()

@@ -142,7 +142,7 @@ def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
     ],
 )
 def test_random_sizes(transport: str, by: str) -> None:
-    """Calls, preparations and captures have any order. The results of a call are right, or both ranks raise an error."""
+    """Calls, preparations and captures are in random order. The results of a call are right, or both ranks raise an error."""
     assert on_two_ranks(RANDOM, transport, BY=by, SEED=str(len(by + transport))) == [["done True"]] * 2
 
 

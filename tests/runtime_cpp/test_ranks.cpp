@@ -1,4 +1,4 @@
-// Compiles target_cuda.cpp for the CPU device, to test ranks as on GPUs. There, only the watchdog can detect a hang.
+// Compiles target_cuda.cpp for the CPU device, to test ranks as on GPUs. On GPUs, only the watchdog can detect a hang.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -31,7 +31,7 @@ struct Register {
     tests().emplace(file.substr(begin, file.rfind('.') - begin) + " " + name, std::move(body));
   }
 };
-// The name of a test begins with that of its file.
+// Registers a test as `FILE NAME`.
 #define TEST(name)                                                       \
   static void name();                                                    \
   static const testing::Register register_##name(__FILE__, #name, name); \

@@ -24,7 +24,7 @@
 
 namespace hw {
 
-// Faults for tests. `fork` or `join` omits the wait of one stream. `next` runs matmuls on the next stream.
+// Faults for tests. `fork` or `join` omits the wait of one stream.
 struct Sabotage {
   int fork = -1;
   int join = -1;
