@@ -14,7 +14,7 @@ from hostweave.types.tensor import DType
 
 
 def grouped(ranks: int, t: DType) -> dict[str, Any]:
-    """Attention with sharded heads. There are twice as many query heads as key and value heads, and value heads have more elements."""
+    """Attention with sharded heads. There are twice as many query heads as key heads. A value head has more elements than a key head."""
     sizes = {"q": (4, "S", 16), "k": (2, "T", 16), "v": (2, "T", 24)}
     return {name: t["B", f"{heads * ranks}@x", rows, size] for name, (heads, rows, size) in sizes.items()}
 
@@ -43,7 +43,7 @@ def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
 
 
 def keys_in_a_loop(ranks: int, algorithm: str, t: DType, head: int = 8) -> hw.Fusion:
-    """Causal attention in a chunk loop that the program states. The loop receives keys and values."""
+    """Causal attention in a chunk loop that the program states. Iterations receive blocks of keys and values."""
     rows = t[2, "S@x", head]
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=rows, k=rows, v=rows)

@@ -1,8 +1,7 @@
 """Compares the generated programs of this checkout with those of another commit: `python tests/compare_generated.py COMMIT`.
 
-Each checkout emits the programs of its examples/, benchmarks/ and tests, for several numbers of ranks. Programs are compiled with default
-options, with one-sided transport, and with stated sizes. If files differ, the first lines of each diff are printed, and the exit status is
-1.
+Each checkout emits programs of examples/, benchmarks/ and tests/, for several numbers of ranks. Programs are compiled with default options,
+with one-sided transport, and with stated sizes. If files differ, the first lines of each diff are printed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def emit(checkout: Path, folder: Path) -> None:
 
 
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
-    """Sources by path, such as `seeds/4/ag_matmul` for 4 ranks. Omits programs that are impossible for a number of ranks."""
+    """Programs by path, such as `seeds/4/ag_matmul` for 4 ranks. Omits files that cannot be loaded for a number of ranks."""
     import parts_of_transformers
     import random_fusions
 

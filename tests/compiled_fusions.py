@@ -38,10 +38,10 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Each case with transports peer and one_sided, whose programs have the same IR. By default, a case runs with one of the two
-    transports; the transport alternates from case to case. The other pairs are marked as slow."""
-    # The import is not at the top, because rank_process.py imports this module in many processes. Importing pytest takes a third of the
-    # time.
+    """Returns each case with transport peer and with one_sided. Both programs have the same IR, so one of the two cases is marked slow:
+    first
+    one_sided, then peer, and so on."""
+    # The import is not at the top, because rank_process.py imports this module in many processes. pytest takes a third of the import time.
     import pytest
 
     return [
@@ -52,7 +52,6 @@ def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
-    """Returns the program of this name, from the examples or from the files fusions_*.py."""
     found = {**all_fusions(ranks, chunks, dtype), **more_fusions(ranks, dtype), **one_sided_fusions(ranks, dtype)}
     found |= exchange_fusions(ranks, dtype)
     return found[name] if name in found else pipelines(ranks, chunks, dtype)[name]
@@ -95,8 +94,8 @@ def inferred_results(fusion: Fusion) -> tuple[Value, ...]:
 
 
 def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> dict[str, int]:
-    """Returns a value for every named size: `times` times the smallest multiple of all chunks and shards. Adds `more` to sizes that may be
-    uneven."""
+    """Returns a value for every named size: `times` times the smallest size that chunks and shards divide evenly. Adds `more` to sizes that
+    may be uneven."""
     host = lowered(program) if isinstance(program, Fusion) else program
     return {name: max(1, size * times + (more if name in host.uneven else 0)) for name, size in minimal_sizes(host).items()}
 
@@ -130,7 +129,7 @@ def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed
 
 
 def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:
-    """Compares every output of every rank with its block of NumPy's result. Allows the tolerance of the dtype, unless `exact`.
+    """Compares every output of every rank with the rank's block of NumPy's result. Allows the tolerance of the output, unless `exact`.
 
     The output must be None on ranks that are not in the mesh of the output.
     """
@@ -153,7 +152,7 @@ def expect_every_way(
     fusion: Fusion, arrays: Arrays, wanted: Sequence[Array], seed: int, allowed: float = 1e-9, interprets: bool = True
 ) -> None:
     """Compares the NumPy reference with `wanted`, and the results of the program with the reference. Runs the program on parallel ranks, on
-    ranks in a seeded order, and in the interpreter.
+    ranks in a seeded order, and, if `interprets`, in the interpreter.
 
     Also tests that the text of both IRs parses to the same program, and that the program passes the check.
     """

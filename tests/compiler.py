@@ -38,7 +38,7 @@ HEADERS_OF = {
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
-# Script that adds options to each kind of command, and passes other commands to the compiler unchanged. The gold linker halves the link
+# Script that adds options to commands of known kinds, and passes other commands to the compiler unchanged. The gold linker halves the link
 # time, so the script selects gold if possible.
 SCRIPT = """\
 #!/bin/sh

@@ -33,7 +33,7 @@ from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
-GPU_TESTS = 6  # number of consecutive tests of a file that share programs, and therefore run on one worker
+GPU_TESTS = 6  # number of consecutive tests of a file that run on one worker, because they may share programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
 # Long tests start first. Otherwise, one worker might still run a long test when all others are done.
@@ -69,8 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Sets a cache folder that all workers of this session share. The cache of the user is not used.
 
-    With GPUs, programs are compiled with the default flags. Without GPUs, only tests with `optimised_kernels` optimise programs. Tests that
-    unset CXX also compile without precompiled headers.
+    With GPUs, programs are compiled with the default flags. Without GPUs, C++ of programs and runtimes is not optimised, except kernels in
+    tests with the fixture `optimised_kernels`. Tests that unset CXX compile with the default flags and without precompiled headers.
     """
     gc.disable()  # Imports create no garbage, so collections would only take time.
     is_worker = hasattr(config, "workerinput")
@@ -122,8 +122,7 @@ def optimised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes NVRTC compile all kernels of a program as one unit, as for an edited file. This halves the time of a program with many
-    kernels."""
+    """Makes NVRTC compile all kernels of a program as one unit. This halves the time of a program with many kernels."""
     monkeypatch.setattr("hostweave.build.make.units_of", lambda text: [Unit("kernels", 1, "", text)])
 
 
@@ -183,13 +182,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @cache
 def imports_or_skips(module: Path) -> bool:
-    """True if a test module uses importorskip. Then all of its tests need extras."""
+    """True if a test module calls importorskip outside of functions. Then all of its tests need extras."""
     return bool(re.search(r"^(\w+ = )?pytest\.importorskip\(", module.read_text(), re.M))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fails a test that skips because of a missing extra, but has no mark for this extra. CI runs marked tests in an environment with the
+    """Fails a test that calls importorskip but is not marked `extra` or `gpu`. CI runs tests marked `extra` in an environment with the
     extras, and all other tests in an environment without extras. A lock separates GPU tests from tests that must run alone."""
     with pytest.MonkeyPatch.context() as patch, with_others() if item.get_closest_marker("gpu") else nullcontext():
         if not (item.get_closest_marker("extra") or item.get_closest_marker("gpu")):

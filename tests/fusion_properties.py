@@ -1,5 +1,5 @@
-"""Properties of each random fusion. Hostweave refuses the fusion, or lowers it to a program that passes the check. The interpreter then
-gives NumPy's results."""
+"""Properties of each random fusion. Hostweave refuses the fusion, or lowers it to a program that passes the check. If the interpreter can
+run this program, its results equal those of NumPy."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
 
 def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Compares the results of the program with those of NumPy. User kernels pass all passes and checks, but the interpreter executes
-    built-in ops instead.
+    """Compares the results of the program with those of NumPy. A fusion with user kernels is lowered and checked. The interpreter then
+    executes a copy in which built-in ops replace these kernels.
 
-    A program may be impossible at the sizes of the generator, such as `M/2` for M = 7. Such a program is compared at other sizes.
+    A program may be impossible at the sizes of the generator, such as `M/2` for M = 7. Such a program is compared at other sizes. Returns
+    False if nothing was compared.
     """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)
@@ -95,12 +96,12 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     except ProgramError as error:
         if str(error).endswith("split it"):  # A pass made a kernel that must be split.
             raise
-        return None  # The loop is impossible.
+        return None
     assert HostProgram.parse(str(host)) == host
     try:
         check(host, fusion=fusion)
     except ProgramError as error:
-        # Such sizes do not exist, for example if N and N - 1 must be even.
+        # No sizes satisfy all requirements of the program, for example if N and N - 1 must be even.
         if "choose sizes that divide without a remainder" in str(error):
             return None
         raise
@@ -108,8 +109,7 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
 
 
 def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
-    """Tests that every rank has its block of NumPy's results, and no values that are only on other ranks. NumPy runs the fusion without
-    user kernels."""
+    """Tests that every rank has its block of NumPy's results, and no result whose mesh excludes the rank. `plain` has no user kernels."""
     with np.errstate(all="ignore"):
         wanted = run_reference(plain, arrays)
     for parameter, want in zip(host.results, wanted, strict=True):

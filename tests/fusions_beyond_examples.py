@@ -88,7 +88,7 @@ def epilogues(x, w, b, r):
     biased = (hw.matmul(x, w).stream("M", chunks=D) + b).stream("M", chunks=D)
     h = hw.relu(biased).stream("M", chunks=D).named("h")  # The loop has no kernel.
     s = (hw.matmul(x, w) * 0.5 + r).named("s")
-    return h, s, hw.clip(s, -1, 1).named("c")  # The other kernel reads s, which the matmul wrote.
+    return h, s, hw.clip(s, -1, 1).named("c")  # The kernel of the clip reads s, which the matmul wrote.
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], gate=dtype["K", "F@x"], up=dtype["K", "F@x"], down=dtype["F@x", "K"])

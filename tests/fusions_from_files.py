@@ -27,7 +27,7 @@ def all_fusions(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) 
 
 
 def pipelines(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Pipelines of two stages, each on half of at least 2 ranks."""
+    """Pipelines of two stages. Each stage runs on half of the ranks, so `ranks` is at least 2."""
     return fusions("pipeline.py", ranks, chunks, dtype)
 
 

@@ -69,5 +69,5 @@ def repeated(x, **given):
 
 @hw.fusion(mesh=mesh, x=dtype["T", 4], w=dtype[f"{2 * D}@x", 4, 6], ends=hw.i32[2 * D])
 def grouped(x, w, ends):
-    """Groups of rows; an input gives the bounds. Each group is multiplied by a separate matrix, which only one rank has."""
+    """Groups of rows, whose ends are an input. Each group is multiplied by a separate matrix, which only one rank has."""
     return hw.grouped_matmul(x, w, ends)

@@ -37,7 +37,7 @@ def columns_put(x, w, v):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], h=dtype["M", "K@x"], w=dtype["K@x", "E"])
 def residual_put(x, h, w):
-    """One kernel computes the sum of a reduce-scatter, the residual and the row reduction."""
+    """One kernel adds the terms of the reduce-scatter and the residual, and reduces rows."""
     y = hw.clip(x + hw.reshard(hw.matmul(h, w), "M@x", "E").stream("M", chunks=2 * D, algorithm="put"), -64, 64)
     return y - hw.max(y, axis=1, keepdims=True)
 

@@ -13,7 +13,7 @@ def exchanges(x, y, w, v):
     columns = hw.reshard(y, "M", "K")  # This gathers an input along its inner dim.
     turned = hw.reshard(x, "M", "K@x")  # This is an all_to_all.
     scattered = hw.reshard(hw.matmul(x.T, x), "K", "K@x")  # This is a reduce_scatter along the inner dim.
-    summed = hw.matmul(hw.clip(w[0:8, :], -1, 0), hw.reshard(hw.matmul(y, v), "M", 16 * D).T)  # This is one all_reduce over all axes.
+    summed = hw.matmul(hw.clip(w[0:8, :], -1, 0), hw.reshard(hw.matmul(y, v), "M", 16 * D).T)  # This is an all_reduce.
     largest = hw.max(x, axis=0)
     return gathered, columns, turned, scattered, summed, largest
 
@@ -35,7 +35,7 @@ def permutes(x, k, v, b):
     shifted = hw.collective_permute(x, "M", [None, *range(D - 1)])  # A rank without a source gets zeros.
     around = hw.collective_permute(hw.relu(x), "M", [(rank + 1) % D for rank in range(D)])
     swapped = hw.collective_permute(x, "M", [rank ^ 1 if rank ^ 1 < D else rank for rank in range(D)])
-    # One sum is reduced in two steps. The terms of the xor are gathered.
+    # The partial sums of the matmul are reduced in two steps. The terms of the xor are gathered.
     return shifted, around, swapped, hw.matmul(k, v), hw.reduce_xor(b)
 
 

@@ -30,7 +30,7 @@ def declared(text: str) -> str:
 
 
 def _channels(mesh: Mesh, program: Mesh) -> dict[str, str]:
-    """All channels along any axes of the mesh, in any order."""
+    """Declarations of all channels along one axis or along two axes of the mesh, in either order."""
     of, on = ("", "") if mesh == program else (f"_of_{mesh.label}", f" on {mesh}")
     axes = (along for count in range(1, 3) for along in permutations([name for name, _ in mesh.axes], count))
     return {"_".join(along) + of: ", ".join(along) + on for along in axes}

@@ -38,7 +38,7 @@ from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
-Mutant = tuple[str, str, HostProgram]  # kind of the error, its position, and the program
+Mutant = tuple[str, str, Callable[[], HostProgram]]  # kind of the error, its position, and a function that makes the program
 
 OTHER_REDUCTION = {"sum": "max", "max": "sum", "min": "max", "prod": "sum", "avg": "sum", "and": "or", "or": "and", "xor": "or"}
 OTHER_OP = {
@@ -235,8 +235,7 @@ def _other_ops(op: Op) -> Iterator[tuple[str, Op]]:
         yield "another order of operands", replace(op, operands=(op.operands[0], op.operands[2], op.operands[1]))
 
 
-def mutants(host: HostProgram) -> list[tuple[str, str, Callable[[], HostProgram]]]:
-    """Returns each mutant: the kind of its error, the position, and a function that makes its program."""
+def mutants(host: HostProgram) -> list[Mutant]:
     return [*of_instructions(host), *of_kernels(host)]  # type: ignore[list-item]
 
 

@@ -58,7 +58,7 @@ class Generator:
         even = [self.mesh.size * times for times in (1, 2, 3)]
         choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
         self.sizes = {name: self.random.choice(choices) for name in "MNK"}
-        self.zigzag = Random(~seed)  # A separate generator keeps all other choices of a seed unchanged.
+        self.zigzag = Random(~seed)  # With this separate generator, choices of zigzag do not change other choices of a seed.
         self.has_zigzag = self.zigzag.random() < 0.25
         if self.has_zigzag:
             self.sizes = {name: 2 * size for name, size in self.sizes.items()}
@@ -142,7 +142,8 @@ def cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     key: list[Any] = [slice(None)] * t.ndim
     if key:
         dim = g.random.randrange(t.ndim)
-        is_sum = "(" in str(t.shape[dim])  # A slice with a step requires divisibility. Other uses of the size may exclude this.
+        # A slice with a step requires a divisible size. Other ops may make this impossible for a sum of sizes.
+        is_sum = "(" in str(t.shape[dim])
         key[dim] = g.random.choice(SLICES[:-2] if is_sum else SLICES)
     return t[tuple(key)]
 
@@ -187,7 +188,7 @@ def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tens
 
 
 def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Random op of one or two tensors from the op table. The op is on integers, so that results are exact."""
+    """Random op of one or two tensors from the op table, but only on integers, so that results are exact."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     kind = g.random.choice([kind for kind, op in pointwise.OPS.items() if op.is_public and op.arity in (1, 2)])
@@ -196,7 +197,7 @@ def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """argmax and similar ops, sorts and scans. These ops are on integers, because rounded floats could be equal."""
+    """argmax and similar ops, sorts and scans, but only on integers, because rounded floats could be equal."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     axis, is_kept, other = g.random.randrange(t.ndim or 1), g.random.random() < 0.5, g.other(values, t)
@@ -261,7 +262,7 @@ def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
 
 
 def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Chunk loop over columns with a reduce-scatter of partial sums. Ranks execute different iterations at the same time."""
+    """Chunk loop over columns with a reduce-scatter of partial sums along rows."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
@@ -439,7 +440,7 @@ def _exchanged(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor
 
 
 def exchanging(seed: int) -> tuple[Generator, Fusion]:
-    """Generator and program of small f32 matrices on one mesh. Kernels do most of their collectives."""
+    """Generator and program of small f32 matrices on one mesh. Most collectives are inside kernels."""
     g = Generator(seed)
     g.meshes, g.dtype = [g.mesh], hw.f32
     add, limit = (lambda g, values, t: t + g.other(values, t)), (lambda g, values, t: hw.maximum(t, 1))

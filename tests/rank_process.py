@@ -7,9 +7,9 @@
     python rank_process.py graphs PROVIDER [TARGET]         runs programs with signals, whose calls become graphs on all ranks
 
 SET is `all`, `kinds`, `few` or `everything` (see `programs_for`). With provider `torch`, a SET runs twice, and prints two lines.
-PROGRAM may be `chosen`: a chunk loop of puts that Options.choices selects. Sizes are multiples of the number of chunks, and others. With
-the prefix `captured:`, calls are launches of a capture. If the variable ENDS is set, a rank makes one call, reads a line from stdin, and
-exits: by an exception if ENDS is `exception`, and otherwise with ENDS as the exit status.
+PROGRAM may be `chosen`: a chunk loop of puts that Options.choices selects. Its two calls differ in the size M. Only the first M is a
+multiple of the number of chunks. With the prefix `captured:`, calls are launches of a capture. If the variable ENDS is set, a rank makes
+one call, reads a line from stdin, and exits: by an exception if ENDS is `exception`, and otherwise with ENDS as the exit status.
 PROVIDER is `environment`, `mpi`, `torch` (under torchrun), or `store` (a torch.distributed store without a process group). TARGET is
 `cuda` (by default) or `cpu`.
 """
@@ -184,7 +184,8 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
 
 
 def run_graphs(rank: Rank) -> None:
-    """Makes calls. Each of 2 ranks passes its arrays in a different order. Rank 1 also passes new arrays."""
+    """Tests that calls of programs with signals become graphs. The 2 ranks pass their arrays in different orders. Rank 1 also passes
+    another set of arrays once."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))

@@ -1,4 +1,4 @@
-"""Common mistakes of users who know PyTorch and NumPy. Errors of a fusion also have the location in its file."""
+"""Common mistakes of users who know PyTorch and NumPy. Errors of a trace or a declaration begin with the user's file and line."""
 
 from __future__ import annotations
 

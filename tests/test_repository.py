@@ -40,7 +40,7 @@ def test_the_citation_and_the_changelog_have_the_version() -> None:
 
 @pytest.mark.xdist_group("some group")
 def test_workers_know_the_groups_of_tests(request: pytest.FixtureRequest) -> None:
-    """Without groups, tests still pass, but each worker makes what the tests of a group share."""
+    """Without groups, tests still pass, but several workers compile the programs that the tests of a group share."""
     is_worker = hasattr(request.config, "workerinput")
     assert not is_worker or request.node.nodeid.endswith("@some group"), "the versions of pytest and pytest-xdist do not fit"
 

@@ -97,7 +97,7 @@ def of_a_tensor(name: str) -> Callable[..., Any]:
 
 
 def calls(function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Lists of arguments with one argument of a wrong type, and the name of its parameter."""
+    """Yields a description, positional arguments and named arguments. In each call, one argument is a value of WRONG."""
     parameters = list(inspect.signature(function).parameters.values())
     for wrong, value in itertools.product(parameters, WRONG):
         args, named = list[Any](), dict[str, Any]()
