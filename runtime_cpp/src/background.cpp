@@ -18,12 +18,12 @@ struct Threads {
   std::condition_variable ended;
   int running = 0;
 };
-Threads& threads = *new Threads;  // The object is never destroyed, because the threads outlive main.
+Threads& threads = *new Threads;  // The object is never destroyed, because the threads may outlive main.
 
 void ends() {
   std::unique_lock lock(threads.mutex);
   --threads.running;
-  // The notification comes after the destructors of the thread's objects.
+  // The notification comes after the destructors of the thread's thread_local objects.
   std::notify_all_at_thread_exit(threads.ended, std::move(lock));
 }
 

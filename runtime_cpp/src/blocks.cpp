@@ -19,7 +19,7 @@ Place place_of(int64_t number, const std::vector<Cut>& dims) {
     block.length[i] = dims[i].start(at + 1) - block.start[i];
   }
   // The offset is the number of elements in all earlier blocks. An earlier block has a smaller index in one dim, and equal
-  // indices in all dims before.
+  // indices in all dims before that dim.
   for (size_t i = 0; i < ndim; ++i) {
     block.offset = block.offset * dims[i].size + block.count * block.start[i];
     block.count *= block.length[i];

@@ -46,7 +46,7 @@ constexpr size_t kNoRecord = SIZE_MAX;
 
 struct LoggedOps {
   std::vector<LoggedOp> ops;
-  std::vector<int> milestones;  // milestones of all ops
+  std::vector<int> milestones;  // all milestones, also `begin` and `end`
   cudaStream_t caller = nullptr;
   bool is_captured = false, is_marked = false;
   int64_t launches = 0;
@@ -111,7 +111,8 @@ class CallSolver {
     return found != queues.end() ? *found : queues.emplace_back(Queue{stream, {}, 0});
   }
 
-  // True if an op without a milestone is done. Assumes that all earlier ops on its stream are done.
+  // True if an op without a milestone counts as done, given that all earlier ops on its stream are done. Work counts as done,
+  // because it does not wait for another call or rank.
   bool passes(size_t i) const {
     if (ops_[i].milestone != Milestones::kNone) return false;
     if (records_[i] != kNoRecord) return done_[records_[i]];

@@ -32,7 +32,7 @@ HW_GROUPED(multiply_groups_plain, double)
 
 namespace {
 
-// Possible numbers of rows of a tile. There is one kernel for each number. Groups with few rows need small tiles.
+// Possible numbers of rows of a tile. There are kernels for each number. Groups with few rows need small tiles.
 constexpr int kTileRows[] = {16, 64, 128};
 constexpr int64_t kColumns = 128, kPlainSide = 64;
 

@@ -25,11 +25,11 @@ constexpr uint32_t kAlignment = 16;    // operand alignment in bytes that fast k
 constexpr size_t kMostPlans = 4096;    // maximum plans per matmul, about 2 KiB each
 constexpr int kMeasured = 16;          // number of recommended algorithms that are measured
 constexpr int kTimings = 7;            // timed runs of each algorithm
-constexpr float kClearly = 0.98f;      // an algorithm replaces the best so far if its time is below this share of the best time
+constexpr float kClearly = 0.98f;      // an algorithm replaces the best so far if its time is at most this share of the best time
 constexpr int64_t kScaledStep = 16;    // cuBLASLt multiplies 8-bit floats only if k and n are multiples of this
-constexpr int64_t kScaledBlock = 128;  // elements of the inner dim per scale
-constexpr int64_t kScalesStep = 4;     // for block scales: step of the padded length of a row of scales, and of the rows of a
-constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches: a memset of this size evicts the operands
+constexpr int64_t kScaledBlock = 128;  // with block scales: elements of the inner dim per scale
+constexpr int64_t kScalesStep = 4;     // with block scales: divides the padded length of a row of scales, and the rows of a
+constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches of an H200: a memset of this size evicts the operands
 
 struct Matrix {
   int64_t rows, columns, row_stride, column_stride;
@@ -240,7 +240,7 @@ struct MatmulPlan::Plan {
     return sizeof(float) * std::max(problem.a.rows, problem.b.columns) * blocks;
   }
 
-  // Largest extent of an operand, in elements.
+  // Largest extent of an operand or of the result, in elements.
   int64_t span() const {
     const Problem& p = problem;
     return std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
@@ -445,8 +445,8 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
   return plan.recommended;
 }
 
-// CUDA loads a kernel at its first launch. Loading takes milliseconds, and can deadlock with a waiting NCCL kernel. So this
-// function runs every cuBLASLt kernel of the plan once on scratch memory, also with `accumulate`, while the device is idle.
+// By default, CUDA loads a kernel at its first launch. Loading takes milliseconds, and can deadlock with a waiting NCCL kernel.
+// So this function runs every cuBLASLt kernel of the plan on scratch memory, also with `accumulate`, while the device is idle.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {

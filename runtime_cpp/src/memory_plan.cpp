@@ -138,7 +138,7 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_
       best = &order;
       std::ranges::copy(tried, offsets.begin());
     }
-    const auto highest = std::ranges::max_element(order, {}, end_of);  // The next attempt places this buffer first.
+    const auto highest = std::ranges::max_element(order, {}, end_of);  // The next attempt in this order places this buffer first.
     if (highest != order.end()) std::rotate(order.begin(), highest, highest + 1);
   };
   for (auto* order : {&by_size, &by_area, &in_order}) {

@@ -121,7 +121,7 @@ struct PeerGroup::State {
   int device = 0;
   double timeout_seconds = 0;
   uint32_t meetings = 0, mappings = 0;         // numbers of barriers and mappings of this rank so far
-  std::atomic<bool> stuck = false;             // true from the start of an abort until the device is idle
+  std::atomic<bool> stuck = false;             // set by an abort; reset if the device becomes idle within kUnmapPatience
   const std::atomic<bool>* aborted = nullptr;  // abort flag of the rank; null once the channel is created
   bool in_process = true;                      // all ranks are threads of this process
   std::string out_of_reach;
@@ -201,7 +201,8 @@ struct PeerGroup::State {
 
 namespace {
 
-// Released memory. The memory is freed when all ranks have unmapped it, or kUnmapPatience after an abort.
+// Released memory. The memory is freed after all ranks have unmapped it. If the group was aborted, the memory is also freed
+// kUnmapPatience after its release.
 struct GivenUp {
   void* data = nullptr;
   int device = 0;

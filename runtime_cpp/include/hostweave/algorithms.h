@@ -8,8 +8,8 @@
 
 namespace hw {
 
-// Cache of the selected algorithm of each problem. One rank measures, and all ranks of the process use its result. So equal
-// operands give equal results on all ranks.
+// Cache of the selected algorithm of each problem. One rank measures, and all ranks of the process use the same algorithm. So
+// equal operands give equal results on these ranks.
 class Algorithms {
  public:
   // Returns the algorithm of a problem. If the problem is new, calls `measure`; other callers wait meanwhile. The pointer stays

@@ -24,7 +24,7 @@ class Arena {
   cudaError_t begin_call(cudaStream_t caller) const { return calls_->begin_call(caller); }
   cudaError_t end_call(cudaStream_t caller) const { return calls_->end_call(caller); }
 
-  // Calls visit(address, bytes) for all memory.
+  // Calls visit(address, bytes) for the current memory.
   template <class Visit>
   void each_memory(Visit&& visit) const {
     visit(data(), bytes());

@@ -64,8 +64,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError if the problem is not supported. Unless it is empty or `blind_zeros` is set, also throws
-  // ExecutionError if there are no columns, or if without lengths the diagonal and window leave a row without columns.
+  // Throws ExecutionError if the problem is not supported. Without `blind_zeros` and lengths, it is also an error if the diagonal
+  // and the window leave a row without columns.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

@@ -1,4 +1,4 @@
-// Arguments of this package's attention kernels. These kernels compute the problems that cuDNN does not support.
+// Arguments of this package's attention kernels. On GPUs, these kernels compute the problems that cuDNN does not support.
 #pragma once
 #include <cstdint>
 
@@ -56,7 +56,7 @@ struct Span {
 };
 
 // Columns that each row of one batch element attends to. `begin` and `end` of these columns never decrease from one row to the
-// next. Only rows after the last row, which attend to no columns, are an exception.
+// next, up to the last row. Rows after the last row pad a tile, and attend to no columns.
 struct Sight {
   int64_t rows, length, diagonal, window, sequences;
   bool causal;
@@ -109,7 +109,8 @@ struct AttentionKernels {
   void (*differentiate_bias)(AttentionKernel);
 };
 
-// Inputs that cuDNN needs for packed sequences: token counts, and the start of each sequence in each operand.
+// Arguments of a kernel that computes cuDNN's inputs for packed sequences: the length of each sequence, and the start of each
+// sequence in each operand.
 struct PackedSequences {
   const int32_t* offsets;  // [batch, sequences + 1]
   int64_t batch, sequences;

@@ -84,7 +84,7 @@ __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const T
   if (lane == 0) sums[row] = sum;
 }
 
-// Products of 16-bit operands by mma.m16n8k16, in shared memory. A warp computes 16 rows and 8 of every 16 columns.
+// Products of 16-bit operands in shared memory, by mma.m16n8k16. A warp computes 16 rows and 8 of every 16 columns.
 template <class T>
 class Products {
  public:
@@ -151,7 +151,7 @@ class Products {
     }
   }
 
-  // Combines each row's values over all columns of the tile. Call `multiply` between two calls of `combine`.
+  // Combines each row's values over all columns of the tile. A barrier must separate two calls of `combine`.
   template <class Combine>
   __device__ void combine(float (&x)[kRows], Combine combined) {
 #pragma unroll

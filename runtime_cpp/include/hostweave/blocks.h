@@ -13,8 +13,7 @@
 
 namespace hw {
 
-// A dim of `global_size` indices, divided into `blocks` blocks, one per rank. This rank holds `size` indices from index `begin`
-// on. The blocks split these indices.
+// A dim of `global_size` indices, divided into `blocks` blocks. This rank holds `size` indices from index `begin` on.
 struct Cut {
   int64_t size;
   int64_t blocks = 1;

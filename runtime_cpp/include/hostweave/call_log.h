@@ -1,7 +1,7 @@
 // Log of a rank's calls, for reports of hangs. The log tells which lines of program.cpp the rank has enqueued, and which lines
 // have finished. HW_CHECK adds its line to the log. The streams, events and channels in the line add themselves first. A
-// milestone (milestones.h) follows each op that may wait for another call or rank. Captures may omit the milestones. A finished
-// line follows from the milestones and from the order of streams and events.
+// milestone (milestones.h) follows each op or NCCL group that may wait for another call or rank. Captures may omit the
+// milestones. The log infers the finished lines from the milestones and from the order of streams and events.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -82,7 +82,8 @@ class CallLog {
     double waiting_seconds;  // since the first unfinished call began; for graph launches see Progress::look
   };
   State state();
-  // Reads the state of the streams in the first unfinished call.
+  // Reads the state of the streams in an unfinished graph launch by the application or, if there is none, in the first unfinished
+  // call.
   void look(Standstill& standstill);
 
  private:

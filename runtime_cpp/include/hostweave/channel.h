@@ -67,13 +67,14 @@ class Channel {
   const char* name() const { return name_; }
   void set_name(const char* name) { name_ = name; }  // `name` must outlive the channel
 
-  // Only with transport `peer`: enqueues a signal to a peer. The stream first waits until the peer has consumed the previous
-  // signal.
+  // `signal` and `wait_signal` need transport `peer`. `signal` enqueues a signal to a peer. The stream first waits until the peer
+  // has consumed the previous signal of this number.
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream) const;
   // Enqueues a wait that consumes the peer's signal of this number.
   cudaError_t wait_signal(int64_t peer, int number, cudaStream_t stream) const;
 
-  // Address in a peer's memory that corresponds to `place`; null if `place` is not in shared memory.
+  // Address in a peer's memory that corresponds to `place`; null if `place` is not in shared memory, or if world ranks are
+  // unknown.
   char* on_peer(int64_t peer, const char* place) const;
   // Sets the shared memory that `on_peer` searches.
   void set_shared(const std::vector<SharedMemory>* shared) { shared_ = shared; }

@@ -210,7 +210,7 @@ struct NarrowSums {
   static constexpr int kDepth = 16, kSums = 2 * kFewRows * kGroups;
 
   float sums[kFewRows * kGroups][2] = {};
-  const int column = threadIdx.x % 32;  // this thread has columns `column` and column + 32
+  const int column = threadIdx.x % 32;  // this thread owns columns `column` and column + 32
 
   template <int kCount>
   __device__ void add(const FewRows<T, kCount>& p, const T* weights, int64_t first, int64_t j) {
@@ -236,7 +236,7 @@ struct NarrowSums {
 
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Multiplies the sums of a block of 128 terms by the scales of the block, and adds the result to the total. `first` is the first
+// Multiplies the sums of a step by the scales of its block of 128 terms, and adds the products to the total. `first` is the first
 // column of the sums.
 template <class Sums, class T, int kCount>
 __device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
@@ -260,7 +260,7 @@ __device__ WarpPart warp_part(int terms) {
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
-// Calls end(row, column, sums) once for each row and column; `sums` has one sum per matmul. Prefetches weights before
+// Calls end(row, column, sums) once for each row and column; `sums` has one sum per matmul. May prefetch weights before
 // hw::griddep_wait(). With `kOfBlocks`, there are scales for each 128 terms.
 template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
           class End>

@@ -1,5 +1,5 @@
-// Tiles of grouped matmuls. A block processes several tiles of the result. The sizes of the groups are in device memory. The
-// block finds the group of each tile by a prefix sum over these sizes.
+// Tiles of grouped matmuls. A block may process several tiles of the result. The sizes of the groups are in device memory.
+// GroupWalk finds the group of a tile by a prefix sum over these sizes.
 #pragma once
 #include "hostweave/grouped_problem.h"
 #include "hostweave/grouped_tiles.h"

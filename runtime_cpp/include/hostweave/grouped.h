@@ -10,7 +10,7 @@
 namespace hw {
 
 struct GroupedTypes {
-  cudaDataType_t operands, result;  // If operands have 16 bits, the result may be f32; then the result is not rounded.
+  cudaDataType_t operands, result;  // If operands have 16 bits, the result may be f32; then the f32 sums are not rounded.
 };
 
 inline size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : dtype == CUDA_R_32F ? 4 : 2; }

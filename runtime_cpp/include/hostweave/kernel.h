@@ -174,7 +174,8 @@ HW_DEVICE void griddep_launch() {
 }
 
 // Programmatic dependent launch: waits until all earlier work on the stream has ended and its writes are visible. Before this
-// call, a kernel must not read data that an earlier kernel may write. Also lets the next kernel start.
+// call, a kernel must not write device memory, and must not read data that earlier work may write. Also lets the next kernel
+// start.
 HW_DEVICE void griddep_wait() {
   griddep_launch();
 #if __CUDA_ARCH__ >= 900
@@ -182,8 +183,8 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// Distribute a loop over 0..n: over the threads of the grid, the blocks of the grid, or the threads of a block. Adjacent threads
-// get adjacent vectors of kWidth elements, so that accesses are coalesced. kWidth divides n.
+// These functions distribute a loop over 0..n over the threads of the grid, the blocks of the grid, or the threads of a block.
+// Adjacent threads get adjacent vectors of kWidth elements, so that accesses are coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
   return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};

@@ -1,8 +1,8 @@
-// Kernel launches in plain C++. hw::launch(kernel, grid, stream, args...) is kernel<<<blocks, threads, 0, stream>>>(args...).
-// hw::launch_pdl launches kernels that call hw::griddep_wait(). On compute capability 9.0 or later, it uses programmatic
-// dependent launch unless `at_once` is set: blocks of the kernel start before earlier work on the stream has ended. This saves
-// about a microsecond. The CPU device uses declared accesses to detect races. Generated kernels declare accesses by HW_TOUCHES.
-// Launches of user kernels declare accesses by hw::reads and hw::writes.
+// Kernel launches in plain C++. hw::launch(kernel, grid, stream, args...) is
+// kernel<<<blocks, threads, shared, stream>>>(args...). hw::launch_pdl launches kernels that call hw::griddep_wait(). On compute
+// capability 9.0 or later, hw::launch_pdl uses programmatic dependent launch unless `at_once` is set: blocks of the kernel may
+// start before earlier work on the stream has ended. This saves about a microsecond. The CPU device uses declared accesses to
+// detect races. Generated kernels declare accesses by HW_TOUCHES. Launches of user kernels use hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -28,7 +28,7 @@
 
 namespace hw {
 
-// hw::launch reads only blocks and threads. hw::launch_pdl reads all members, but ignores cluster and shared if at_once is set.
+// hw::launch ignores cluster and at_once. hw::launch_pdl ignores cluster and shared if at_once is set.
 struct Grid {
   int64_t blocks;
   int threads;           // per block
@@ -84,8 +84,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 }
 
 // Grid of a kernel that finds the first `first` of n elements of each row in sorted order. A cluster sorts a row. The cluster has
-// one block per kSorted elements, or fewer blocks if there are many rows. If all elements are sorted and the rows are few and
-// long, the whole grid sorts each row.
+// one block per kSorted elements, up to a limit that falls with the number of rows. If all elements are sorted and the rows are
+// few and long, the whole grid sorts each row.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {

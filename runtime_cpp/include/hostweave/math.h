@@ -30,7 +30,7 @@ HW_DEVICE double log_gamma(double x) {
 }
 HW_DEVICE float log_gamma(float x) {
   return static_cast<float>(log_gamma(static_cast<double>(x)));
-}  // computed in f64, to be accurate near 0
+}  // computed in f64, to be accurate if the result is near 0
 
 // Divisor of many numbers. A GPU multiplies by the reciprocal of the divisor, with an error of up to 2 ulp. Pass kNormal only if
 // the divisor and its reciprocal are normal numbers.
@@ -47,7 +47,7 @@ class Divisor {
   friend __device__ float operator/(float x, const Divisor& by) { return x * by.scale_ * by.reciprocal_; }
 
  private:
-  float scale_, reciprocal_;  // the scale keeps the reciprocal of a finite number finite and normal
+  float scale_, reciprocal_;  // the scale keeps the reciprocal of a finite nonzero number finite and normal
 #else
   explicit Divisor(float divisor) : divisor_(divisor) {}
   friend float operator/(float x, const Divisor& by) { return x / by.divisor_; }

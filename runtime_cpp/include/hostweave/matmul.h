@@ -53,9 +53,9 @@ class MatmulPlan {
   // Matmul of 8-bit floats with scales.
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
-  // Selects an algorithm, unless these shapes are among the last kMostPlans prepared shapes. Selection waits for the device. If
-  // Rank::measures(), measures the algorithms that cuBLASLt recommends, and selects the fastest. Throws ExecutionError if
-  // cuBLASLt does not support the matmul.
+  // Selects an algorithm, unless these shapes are among the last kMostPlans prepared shapes. Selection may wait for the device.
+  // If Rank::measures(), measures algorithms that cuBLASLt recommends, and selects by time. Throws ExecutionError if cuBLASLt
+  // does not support the matmul.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
   // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare. Calls cublasLtMatmul several times if the

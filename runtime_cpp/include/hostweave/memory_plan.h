@@ -1,4 +1,4 @@
-// Live ranges of a program's temporaries, recorded in program order. Buffers with disjoint live ranges share bytes.
+// Live ranges of a program's temporaries, recorded in program order. Buffers with disjoint live ranges may share bytes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -45,7 +45,7 @@ class MemoryPlan {
   void join(const Streams& streams) { join(static_cast<const void*>(&streams)); }
   void join(const void* pool);
 
-  // Total bytes of buffers in windows, and of all other buffers.
+  // Required bytes of memory in windows, and of other memory.
   struct Bytes {
     size_t in_windows = 0, elsewhere = 0;
   };

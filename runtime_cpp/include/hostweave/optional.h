@@ -1,4 +1,4 @@
-// A value or nothing. With std::optional instead, a small program would take a third longer to compile.
+// A value or nothing. Replaces std::optional, because <optional> compiles slowly.
 #pragma once
 
 namespace hw {

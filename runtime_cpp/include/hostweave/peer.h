@@ -51,17 +51,16 @@ class PeerGroup {
   void* allocate(size_t bytes);
   // Collective: maps the memory of all ranks. Each rank passes memory that its `allocate` returned. All sizes must be equal.
   Mapping map(void* data, size_t bytes);
-  // Unmaps the memory of the peers without waiting. Frees `data` once no peer maps `data`: now, or in a later call of `map` or
-  // `free`.
+  // Unmaps the memory of the peers without waiting. Frees `data` in this or a later call of `map` or `free`, once no peer maps
+  // `data`. After an abort, frees `data` some seconds later even if a peer still maps `data`.
   static void free(void* data, const std::vector<Mapping>& mappings);
 
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream);
   cudaError_t wait_signal(int64_t peer, int number, cudaStream_t stream);
 
-  // Ends all waits for other ranks, on the host and on this rank's device. Callable from any thread. The group is unusable
-  // afterwards.
+  // Ends all waits for other ranks, on the host and on this rank's device. The group is unusable afterwards.
   void abort();
-  // True if the group was aborted, and this rank's device still runs work. Memory cannot be freed then.
+  // True if the group was aborted, and this rank's device may still run work. Memory cannot be freed then.
   bool is_stuck() const;
 
  private:

@@ -7,8 +7,7 @@
 namespace hw {
 
 // Matmuls x[rows, depth] w[depth, columns] with kCount weights. There are up to kFewRows rows, or up to kFewScaledRows rows with
-// scales. x is row-major. All weights have the same layout: row-major, or column-major if `transposed` is set. Pitches are in
-// elements.
+// scales. x is row-major. All weights have the same layout, row-major or column-major. Pitches are in elements.
 template <class T, int kCount>
 struct FewRows {
   int64_t rows, depth, columns;

@@ -59,7 +59,7 @@ class Rank {
   void unshare(const char* data);
 
   cublasLtHandle_t blas();  // made on first use
-  // Handle of a library that only some programs use; null until a program sets it.
+  // Handle of a library that only some programs use. Its pointer is null until a program sets it.
   Handle& handle(const char* library);
   // The i-th stream of this name, made on first use and shared by all programs. The streams "comm" and "puts" only
   // communicate, and have the highest priority.

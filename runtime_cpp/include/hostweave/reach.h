@@ -28,7 +28,7 @@ struct Registered {
 void* allocate_window(const Channel* channel, size_t bytes);
 // Collective: registers memory that `allocate_window` returned. Throws ExecutionError if NCCL or the GPU does not support this.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
-// Frees registered memory. With transport `peer`, the memory is freed only after the peers have unmapped it.
+// Frees registered memory. With transport `peer`, the memory may be freed later; see PeerGroup::free.
 void release_window(void* data, const std::vector<Registered>& registered);
 // Throws ExecutionError if the loaded NCCL has no one-sided calls.
 void expect_one_sided_calls();

@@ -116,7 +116,7 @@ struct ThreadGroup<kThreads, kBlocks> {
   static __device__ Walk<int64_t> of(int64_t n) { return {blockIdx.x / kBlocks, n, gridDim.x / kBlocks}; }
   template <class T, class ReduceOp>
   __device__ T reduce(T value, ReduceOp reduce_op) const {
-    // The rows are used alternately, because a block may call `reduce` again while other blocks still read.
+    // Calls use the rows of `partial` alternately, because a block may call `reduce` again while other blocks still read.
     __shared__ T partial[2][kBlocks];
     T* const parts = partial[reduced % 2];
     value = reduce_block<kThreads>(value, reduce_op);

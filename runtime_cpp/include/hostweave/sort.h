@@ -119,8 +119,8 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
   return true;
 }
 
-// Writes the indices of the first `left` elements in sorted order to `tile`, in any order. Of equal elements, selects those with
-// low indices. Radix select: counts elements per digit, from the highest digit on, to find the last selected key.
+// Selects the first `left` elements in sorted order, and writes their indices to `tile` in any order. From equal elements,
+// selects those with low indices. Radix select: counts elements per digit, from the highest, to find the last selected key.
 template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));

@@ -9,7 +9,7 @@
 
 namespace hw {
 
-// An event, as an argument of the functions below. These functions add the event to the call log.
+// An event, as an argument of the functions below.
 class EventOfCall {
  public:
   explicit EventOfCall(cudaEvent_t event) : event_(event) {}
@@ -68,7 +68,7 @@ class CallOrder {
  public:
   // `begin_call` and `end_call` enclose the work of a call. `begin_call` makes `caller` wait for the previous call, and
   // `end_call` records the end of this call. In a capture, the wait and the record become nodes of the graph. So launches of the
-  // graph are ordered with calls. While an OfKernels exists, a capture gets no such nodes.
+  // graph are ordered with calls. While this thread has an OfKernels, a capture gets no such nodes.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
   // True if the current call is being captured.

@@ -55,7 +55,7 @@ struct Tensor {
     return static_cast<T*>(data);
   }
 
-  // Throws ArgumentError if the dtype, shape or device is wrong. The message contains `name` and `type`. `type` has the names of
+  // Throws ArgumentError if the dtype, shape or device is wrong. `name` and `type` are for the message. `type` has the names of
   // the dims, such as "bf16[M/8, K]". `type` may be null if no dim has a name.
   void expect(const Name& name, cudaDataType_t expected_dtype, const Shape& expected_shape, int expected_device,
               const char* type = nullptr) const;

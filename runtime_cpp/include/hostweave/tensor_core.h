@@ -6,8 +6,8 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Adds the product of a 16 x 16 and a 16 x 8 matrix to a 16 x 8 matrix. Each thread of a warp has two or more elements of each
-// matrix.
+// Adds the product of a 16 x 16 and a 16 x 8 matrix to a 16 x 8 matrix. Each thread of a warp passes 8, 4 and 4 elements of these
+// matrices.
 #define HW_MULTIPLY_ADD(T, name)                                                                                             \
   __device__ inline void multiply_add(float& x, float& y, float& z, float& w, const uint4& a, unsigned b0, unsigned b1, T) { \
     asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                                               \

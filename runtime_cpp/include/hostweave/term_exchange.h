@@ -17,8 +17,8 @@ class TermExchange {
   // All programs of a rank share the resources of a channel.
   TermExchange(Rank& rank, const Channel& channel);
 
-  // The first call for a channel is collective. If all GPUs of the channel have peer access, kernels exchange data. Otherwise
-  // NCCL gathers the data before the kernel.
+  // The first call for a channel is collective. If all GPUs of the channel have peer access, kernels exchange data. Otherwise,
+  // and on the CPU device, NCCL gathers the data before the kernel.
   void prepare();
 
   // Returns the CallOrder of the rank's calls that exchange data in kernels. All ranks must make these calls in the same order.
@@ -35,8 +35,8 @@ class TermExchange {
     return made;
   }
 
-  // Makes the result of a kernel that sends blocks of `count` elements. The next exchange must be the reduce-scatter of these
-  // blocks.
+  // Makes the argument for the result of a kernel that sends blocks of `count` elements. The next exchange must be the
+  // reduce-scatter of these blocks.
   template <class T, int kRanks>
   SentBlocks<T, kRanks> sent(T* own, int64_t count) const {
     const bool is_sent = count > 0 && note_sent(own);

@@ -344,9 +344,9 @@ struct LandedBlocks {
   HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
 
 #ifdef __CUDACC__
-  // Sends the blocks in parts, and waits for all parts of the peers. Does nothing if NCCL has gathered the blocks. If `is_sent`,
-  // only sets the flags. The last thread block to send increments the exchange number. The number of parts depends only on the
-  // size and on `is_sent`, so all ranks use the same number.
+  // Sends the blocks in parts, unless `is_sent`. Sets flags, and waits for all parts of the peers. Does nothing if NCCL has
+  // gathered the blocks. The last thread block to set flags increments the exchange number. The number of parts depends only on
+  // the size and on `is_sent`, so all ranks use the same number.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -394,7 +394,8 @@ struct LandedBlocks {
     }
   }
 
-  // Polls a flag until its value is the number of this exchange or a later number. A peer that is ahead sets later numbers.
+  // Polls a flag until its value is the number of this exchange or a later number, or the exchange is aborted. A peer that is
+  // ahead sets later numbers.
   HW_DEVICE void wait(const uint32_t* flag) const {
     uint32_t seen = number - 1;
     for (uint32_t waited = 1; static_cast<int32_t>(seen - number) < 0; ++waited) {
@@ -413,8 +414,8 @@ template <class T, int kRanks>
 using GatheredBlocks = LandedBlocks<T, kRanks, false>;
 
 // Kernel argument for a result that a later kernel reduce-scatters. A store goes to the landing memory of the rank that gets the
-// block. Stores of the own block go to `own`, and so do all stores if NCCL exchanges the blocks. The kernel calls begin() before
-// the first store.
+// block. Stores to this rank's block go to `own`, and so do all stores if NCCL exchanges the blocks. The kernel calls begin()
+// before the first store.
 template <class T, int kRanks>
 struct SentBlocks {
   LandedBlocks<T, kRanks, true> blocks;

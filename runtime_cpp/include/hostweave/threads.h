@@ -10,14 +10,14 @@ constexpr int kTransposed = 64;   // columns of a tile that a block transposes
 template <int kBytes>             // rows of such a tile; its columns then have at least 128 bytes
 constexpr int kTileRows = kBytes == 1 ? 2 * kTransposed : kTransposed;
 constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose; while one block waits, other blocks load and store
-constexpr int kLaneParts = 32;   // threads that share a lane; each element has one thread
+constexpr int kLaneParts = 32;   // threads that share a lane; each element belongs to one thread
 constexpr int kTile = 32;        // columns per tile of a column reduction
 constexpr int kSorted = 2048;    // elements that a block sorts in shared memory
 
 constexpr int kFewRows = 8;           // maximum rows of a matmul that the few-rows kernels compute
 constexpr int kFewScaledRows = 16;    // the same for a matmul of 8-bit floats with scales
 constexpr int kProducts = 4;          // maximum matmuls with one common operand in a kernel
-constexpr int kProductColumns = 64;   // columns per block
+constexpr int kProductColumns = 64;   // columns per cluster
 constexpr int kProductThreads = 256;  // threads per block, two blocks per multiprocessor
 constexpr int kLargeProductThreads = 2 * kProductThreads;
 

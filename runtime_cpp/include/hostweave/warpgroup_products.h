@@ -8,7 +8,7 @@ namespace hw {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Begins sums[64, 256] += a[64, 16] b[16, 256] on a warpgroup. If is_first, the instruction ignores the old sums.
+// Begins d[64, 256] += a[64, 16] b[16, 256] on a warpgroup. If is_first, the instruction ignores the old d.
 #define HW_BEGIN_PRODUCT(T, dtype)                                                                                             \
   template <bool kTurnedA, bool kTurnedB>                                                                                      \
   __device__ void begin_product(float (&d)[32][4], uint64_t a, uint64_t b, bool is_first, T) {                                 \
@@ -116,7 +116,7 @@ class WarpgroupProducts {
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
   static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows per copy
-  // Number of columns that a warpgroup stores at once. With kFew, a warpgroup stores all columns, because storing a tile takes
+  // Number of columns that a warpgroup stores at once. With kFew, these are all columns of the tile, because storing a tile takes
   // longer than multiplying the next tile.
   static constexpr int kStaged = kFew ? kColumns : 128;
   // Ids of hardware barriers: kAllBarrier is for both warpgroups, and kOwnBarrier + i is for warpgroup i.

@@ -51,7 +51,7 @@ class WindowArena {
   cudaError_t begin_call(cudaStream_t caller) const;
   cudaError_t end_call(cudaStream_t caller) const;
 
-  // Calls visit(address, bytes) for all memory.
+  // Calls visit(address, bytes) for the current memory, in windows and elsewhere.
   template <class Visit>
   void each_memory(Visit&& visit) const {
     for (const auto& [data, bytes] : memory().parts) visit(data, bytes);
