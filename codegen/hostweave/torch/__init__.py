@@ -77,8 +77,9 @@ def compile(
     module that returns them. If the same axis shards a parameter and the first dim of an input, the parameter is gathered before use,
     unless the axis is named tp.
 
-    A module that `fully_shard` prepared needs no plan. For such a module, `example_inputs` are the inputs of one rank. Tensors with as many
-    rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is over the rows of all ranks.
+    A module that `fully_shard` prepared needs no plan. Unless the plan states inputs, `example_inputs` are then the inputs of one rank.
+    Tensors with as many rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is over the rows of all
+    ranks.
 
     `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for these
     arguments. Sizes are fixed, except for `dynamic_shapes`, which has the form that torch.export uses. Equal modules of a list, such as

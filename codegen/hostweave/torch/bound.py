@@ -33,7 +33,7 @@ class Copies:
             self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
-        """Updates all copies, before every call, because torch's version counter misses some writes. `stream` is that of a launch."""
+        """Updates all copies. Called before every call, because torch's version counter misses some writes. `stream`: see `on_stream`."""
         for name, tensor in self._tensors.items():
             with on_stream(stream, tensor):
                 self.blocks[name].copy_(self._block(name, tensor))
@@ -71,7 +71,7 @@ class ProgramPart:
         return (self.ranges and self.ranges.part(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
-        """Values of the graph: this rank's blocks in a group, otherwise global tensors."""
+        """Runs the program. Returns the values of the graph: this rank's blocks in a group, otherwise global tensors."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
         copies.renew()

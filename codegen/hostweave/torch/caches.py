@@ -16,7 +16,7 @@ from hostweave.torch.replaced import replaced
 
 
 class Form:
-    """A cache without its tensors. A program accepts all caches of equal form."""
+    """A cache without its tensors. A program accepts only caches of equal form."""
 
     def __init__(self, cache: Any):
         self.classes: tuple[Any, ...] = (type(cache), *map(type, cache.layers))
@@ -102,7 +102,7 @@ def _not_loaded(_: str) -> Any:
 
 
 def has_tensors(cache: Any) -> bool:
-    """True if the tensors of a cache are allocated, as they are in the first call."""
+    """True if the cache has allocated tensors. The first call of a module allocates them."""
     return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in pytree.tree_leaves([vars(one) for one in cache.layers]))
 
 
@@ -149,7 +149,7 @@ def _is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, dict) and isinstance(before, dict):
         return now.keys() == before.keys() and _holds(now, before)
-    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a call may replace tensor objects in place
+    if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):  # a new tensor object may have the same memory
         return (now.data_ptr(), now.shape, now.dtype) == (before.data_ptr(), before.shape, before.dtype)
     return type(now) is type(before) and bool(now == before)
 
@@ -165,7 +165,7 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Gives a cache the tensors, with zeros. Returns False if another cache uses them, or if they do not fit."""
+        """Fills the tensors with zeros, and hands them to a cache. Returns False if another cache uses them, or if they do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:
@@ -177,7 +177,7 @@ class Kept:
 
 
 def continued(given: Any, returned: Any) -> None:
-    """Copies the attributes of returned cache layers to the given caches, because a call of the original module would change these."""
+    """Copies the attributes of returned cache layers to the given caches, because the original module changes the caches in place."""
     before = list(caches_in(given))
     for after in caches_in(returned):
         for cache in before:
@@ -200,7 +200,7 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
             own(*args, **kwargs)
 
         layer.lazy_initialization = note
-    # Modules use other ops under torch.export, which fake tensors support.
+    # Under torch.export, modules use other ops. Fake tensors support these ops.
     with replaced((torch.compiler, "is_compiling", lambda: True)), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     return asked

@@ -49,7 +49,7 @@ class Delegating(nn.Module):
         return getattr(module, name) if module is not None else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets public attributes on the wrapped module, whose `forward` reads them there."""
+        """Sets public attributes that the wrapped module has on the wrapped module, whose `forward` reads them."""
         module = vars(self).get("_module")
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         setattr(module, name, value) if not is_own and hasattr(module, name) else super().__setattr__(name, value)
@@ -62,7 +62,7 @@ class Delegating(nn.Module):
 
     @property
     def training(self) -> bool:
-        """True if the module is in training mode. A call raises ArgumentError if the mode has changed since compile time."""
+        """True if the module is in training mode. A CompiledModule raises ArgumentError if the mode has changed since compile time."""
         return self._module.training  # type: ignore[no-any-return]
 
     @training.setter
@@ -294,7 +294,7 @@ class CompiledModule(Delegating):
         return self._returned(made)
 
     def _expect_valid(self, known: Mapping[Node, Any]) -> None:
-        """Waits for the values of a call, and raises torch's errors for them."""
+        """Checks values of a call on the host, and raises torch's errors for them. Waits for these values."""
         for check in self._graph.checks:
             given: Any = check.args
             condition = known.get(given[2], self._graph.constants.get(given[2]))

@@ -35,7 +35,7 @@ def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., A
         return program
     places = [node for node in nodes if node.op == "placeholder"]
     given = [node.meta["val"] for node in places]
-    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # for new constants
+    with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # new constants need the fake mode
         made = recorded(_Pairs(program.graph_module).run, given, decompositions)
     made.graph.eliminate_dead_code()
     for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):

@@ -225,7 +225,7 @@ def _median_of_all(skips_nan: bool) -> Callable[[torch.Tensor], Any]:
 def searchsorted(
     sorted_: torch.Tensor, values: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
-    """For each value, counts the elements of the sorted row that are less or, with `right`, equal. For NaN, all elements count."""
+    """For each value, counts the elements of the sorted row that are less or, with `right`, not greater. For NaN, all elements count."""
     sorted_ = sorted_ if sorter is None else sorted_.gather(-1, sorter)
     if not isinstance(values, torch.Tensor):
         values = torch.full((), values, dtype=sorted_.dtype if sorted_.is_floating_point() else None, device=sorted_.device)

@@ -77,8 +77,8 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op that replaces a layer, or marks its start or end. The op `derivative` reads the gradients of results `given`, and returns those
-    of arguments `made`."""
+    """An op that replaces a layer, or marks its start or end. The op `derivative` reads the gradients of results `given`, and returns the
+    gradients of arguments `made`."""
 
     op: Callable[[list[Any], int], Any]  # (tensors, number of the traced layer)
     derivative: Callable[[list[Any], int], Any]

@@ -46,8 +46,8 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
 
 
 def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
-    """Repeats the rows of arguments `count` times, as a stand-in for the rows of all ranks. Also returns the number of rows. Rows are the
-    first dim of the first tensor, and of tensors of the same first size."""
+    """Repeats the rows of arguments `count` times, as a stand-in for the rows of all ranks. Also returns the new number of rows. Rows are
+    the first dim of the first tensor, and of tensors of the same first size."""
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
     return [torch.cat([leaf] * count) if has_rows(leaf, rows) else leaf for leaf in leaves], rows * count
 

@@ -1,5 +1,5 @@
-"""Functions of torch on tensors of a fusion, such as `torch.relu(x)`. A call is recorded as ATen ops on "meta" tensors, which the table
-`aten` translates. In the recording, multiples of large primes represent unknown sizes."""
+"""Functions of torch on tensors of a fusion, such as `torch.relu(x)`. A call is recorded as ATen ops on "meta" tensors. The table `aten`
+translates these ops. In the recording, multiples of large primes represent unknown sizes."""
 
 import operator
 import re
@@ -23,7 +23,7 @@ from hostweave.torch.graph import is_known, recorded
 from hostweave.torch.nodes import op_of
 
 _TORCH = str(Path(torch.__file__).parent)
-_SMOOTH = 48  # factor of numbers for unknown sizes, so that they are divisible by 2, 3, 4, 6, 8, ...
+_SMOOTH = 48  # factor of the numbers for unknown sizes, so that these numbers are divisible by 2, 3, 4, 6, 8, ...
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 _TAKE_SIZES = (
     "slice",

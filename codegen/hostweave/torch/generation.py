@@ -26,7 +26,7 @@ _patching = threading.Lock()  # ranks may be threads
 
 def _defer_stops() -> None:
     """On CUDA, makes transformers check one step late whether all sequences have ended, for caches that are True in `_own`. Transformers
-    then undoes the last step. Without this patch, transformers does this only on MPS."""
+    then undoes the last step. By default, transformers checks late only on MPS."""
     from transformers.generation import utils
 
     check: Any = getattr(utils, "DeferredStopCheck", None)  # None for older versions, which wait for each token
@@ -143,7 +143,7 @@ class Generation:
         return type(self._module).__name__
 
     def _length(self, inputs: Any, kwargs: dict[str, Any]) -> int:
-        """Upper bound of the tokens of a sequence, including the prompt."""
+        """Upper bound of the number of tokens of a sequence, including the prompt."""
         first = next((one for one in (inputs, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if one is not None), None)
         prompt = 1 if first is None else int(first.shape[1])
         config = kwargs.get("generation_config") or self._module.generation_config
@@ -154,7 +154,7 @@ class Generation:
         return -(-total // _ROUNDED) * _ROUNDED
 
     def _cache(self, length: int) -> Any:
-        """Creates a static cache. Layers with a sliding window store all positions too; masks restrict them to the window."""
+        """Creates a static cache. Layers with a sliding window also store all positions; masks restrict attention to the window."""
         from transformers import StaticCache
         from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
@@ -182,7 +182,7 @@ class Generation:
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
         """Runs a call of a rank. The first call for a token after a prompt captures a graph, unless all ranks can launch their previous
-        graph, or the program checks values. Later calls launch the graph."""
+        graph, or the program checks values. Later calls launch the graph if their arguments fit."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)

@@ -130,7 +130,7 @@ class Graph:
 
     @cached_property
     def shared(self) -> dict[Any, Node]:
-        """Maps each result to the tensor with which it shares memory."""
+        """Maps results to the tensors with which they share memory. Empty unless `of_calls`."""
         return shared_results(self) if self.of_calls else {}
 
     @cached_property

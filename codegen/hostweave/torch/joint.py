@@ -1,4 +1,4 @@
-"""Traces the forward and backward pass of a module as one joint graph by AOTAutograd, which torch's min-cut partitioner splits."""
+"""Traces the forward and backward pass of a module as one joint graph, by AOTAutograd. torch's min-cut partitioner splits this graph."""
 
 import math
 import operator
@@ -83,8 +83,8 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """`results_saved` on one rank, which returns these values only once. Empty on several ranks, because a result may be sharded
-        differently."""
+        """`results_saved` if there is one rank. Its program returns these values only once. Empty on several ranks, because a result may be
+        sharded differently."""
         return self.results_saved if self.outer.mesh.size == 1 else {}
 
     @cached_property

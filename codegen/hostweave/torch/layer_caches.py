@@ -1,7 +1,7 @@
 """The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
 While a layer is traced, a list that records uses of other layers replaces `cache.layers`, and an `Index` that records its uses replaces
-`layer_idx`. Equal layers differ in their indices.
+`layer_idx`. Equal layers may differ in their indices.
 """
 
 import operator
@@ -115,7 +115,8 @@ class Part:
         return {name: value for name, value in vars(self._cache).items() if name != "layers"}
 
     def key(self) -> object | None:
-        """Key of the form. None if the part has a tensor twice, or an object that cannot be compared."""
+        """Key of the types, shapes and plain values in the part. None if the part has a tensor twice, or an object that cannot be
+        compared."""
         of = None if self._own is None else type(self._layers[self._own])
         leaves = described([*self._leaves, *self._attributes.values()])
         is_apart = len({id(tensor) for tensor in self.tensors}) == len(self.tensors)

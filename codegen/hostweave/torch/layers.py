@@ -23,8 +23,8 @@ from hostweave.torch.nodes import is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module with consecutive nodes. It reads `arguments` of other nodes. Other nodes read `results`, or the graph returns
-    them."""
+    """A repeated module with consecutive nodes. These nodes read `arguments`, which are other nodes. Other nodes read `results`, or the
+    graph returns `results`."""
 
     path: str
     name: str
@@ -131,7 +131,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts nodes so that groups are consecutive. Splits a group if a node outside depends on it and it depends on the node."""
+    """Sorts nodes so that groups are consecutive. Splits a group if a node outside depends on the group, and the group on that node."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}

@@ -84,14 +84,14 @@ def as_tensors(graph: Graph) -> None:
 
 
 def keeps_numbers(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Rule that decomposes an op only if no argument is a symbolic number."""
+    """Rule that decomposes an op only if no argument is a symbolic int."""
     return lambda *args, **kwargs: NotImplemented if any(isinstance(one, torch.SymInt) for one in args) else rule(*args, **kwargs)
 
 
 @contextmanager
 def symbolic() -> Iterator[list[Location | None]]:
-    """Makes functions of torch accept symbolic sizes, and brackets accept tensors without dims as indices, in this thread. Yields a list,
-    to which each line that fixes a size is added."""
+    """Makes functions of torch and math accept symbolic sizes, and brackets accept tensors without dims as indices, in this thread. Yields
+    a list, to which each line that fixes a size is added."""
     fixed: list[Location | None] = []
 
     def guard(own: Callable[..., Any]) -> Callable[..., Any]:

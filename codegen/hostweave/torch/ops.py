@@ -1,5 +1,5 @@
-"""Ops that replace ATen ops in training graphs, because ATen's derivatives flatten leading dims, which prevents sharding them, and select
-kernels for one device. Most of these ops have no kernels: AOTAutograd traces them, and Hostweave compiles them."""
+"""Ops of Hostweave in traced graphs. Many replace ATen ops in training: ATen's derivatives select kernels for one device, and flatten
+leading dims, which then cannot be sharded. Most of these ops have no kernels: AOTAutograd traces them, and Hostweave compiles them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ def _op(
     backward: Callable[..., Gradients] = _no_second,
     saved: Callable[..., tuple[Any, ...]] = lambda *_: (),
 ) -> None:
-    """Defines an op by its results for fake tensors, its gradients, and the values that the gradients read. An op without `backward`
-    computes gradients."""
+    """Defines an op by its results for fake tensors, its gradients, and the values that the gradients read. Ops without `backward` are
+    parts of derivatives."""
     name = f"hostweave::{schema.partition('(')[0]}"
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -43,7 +43,7 @@ def _op(
 
 
 def keep(ctx: Any, values: Sequence[Any]) -> None:
-    """Saves values for a derivative, which `kept` returns."""
+    """Saves values for a derivative. `kept` returns these values."""
     ctx.save_for_backward(*(value for value in values if isinstance(value, torch.Tensor)))
     ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in values]
 

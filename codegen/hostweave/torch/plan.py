@@ -45,7 +45,7 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh, found: Layouts | None = None) -> Layouts:
-    """Adds the shardings that the plan states to `found`. `dims` has the numbers of dims of inputs."""
+    """Adds the shardings of the plan and of DTensors to `found`. `dims` has the numbers of dims of inputs."""
     found = found or Layouts()
     tensors = dict(tensors_of(module))
     for name, parameter in tensors.items():

@@ -294,7 +294,7 @@ def _expect_same(name: str, before: Any, value: Any) -> None:
 
 
 def write_out(graph: Graph) -> None:
-    """Replaces each op `layer` by a copy of the nodes with the same number."""
+    """Replaces each op `layer` by a copy of the nodes of the traced layer with the same number."""
     of_target: dict[Any, list[Any]] = {}
     for node in graph.nodes:
         of_target.setdefault(node.target, []).append(node)

@@ -47,7 +47,7 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 
 def quantized_linears(module: nn.Module) -> Iterator[Replacement]:
-    """Yields replacements by one op for `forward` of transformers' linears with 8-bit weights, which calls Triton kernels."""
+    """Yields replacements for `forward` of transformers' linears with 8-bit weights. One op replaces calls of Triton kernels."""
     for of in {type(part) for part in module.modules()}:
         if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
             yield of, "forward", forward

@@ -44,9 +44,9 @@ def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[A
 def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: int) -> list[Action]:
     """Actions of one part of the mesh, in their order.
 
-    gpipe runs all forward passes before all backward passes. Other schedules are Megatron's interleaved 1F1B
+    gpipe runs all forward passes before all backward passes. auto, 1f1b and interleaved are Megatron's interleaved 1F1B
     (https://arxiv.org/abs/2104.04473), which is 1F1B if the part has one stage. zero_bubble is ZB-H1 (https://arxiv.org/abs/2401.10241):
-    coordinate c computes gradients of parameters c micro-batches later than those of inputs.
+    coordinate c computes gradients of parameters c micro-batches later than gradients of inputs.
     """
     own = [coordinate + number * parts for number in range(each)]
     if name == "gpipe":

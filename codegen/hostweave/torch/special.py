@@ -182,7 +182,7 @@ _SHIFT = 10  # added to arguments of asymptotic expansions
 
 
 def _of_positive(n: int, x: Any) -> Any:
-    """n-th derivative of digamma for x > 0: explicit terms up to x + 10, then the Euler-Maclaurin formula."""
+    """n-th derivative of digamma for x > 0: explicit terms below x + 10, then the Euler-Maclaurin formula."""
     y = x + _SHIFT
     if n == 0:
         z = 1 / (y * y)

@@ -239,7 +239,8 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """True if each result that is an input of the next equal layer has the type of the program's input at this place of the first layer."""
+    """Compares each program input that this layer takes with the result that the next equal layer takes as the same argument. True if all
+    types are equal."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

@@ -51,7 +51,7 @@ class Differentiated(CompiledModule):
                 raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile time; compile again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
-        """Tensor for an argument of the joint graph. None for a constant."""
+        """Tensor for an argument of the joint graph. None for a buffer or a constant."""
         origin = self._joint.origins[number]
         if origin.kind not in ("argument", "seeds"):
             return self._held[number]
@@ -208,8 +208,8 @@ class _Step(torch.autograd.Function):
 
 
 def _version_of(result: torch.Tensor) -> torch.Tensor:
-    """Empty tensor with the version counter of a result. Autograd saves it, and so reports writes to the result, of which the backward pass
-    reads a copy."""
+    """Empty tensor with the version counter of a result. Autograd saves this tensor, and so reports writes to the result. The backward pass
+    reads a copy of the result."""
     with torch.no_grad():
         made = result.detach()
         made.data = made.new_empty(0)

@@ -52,7 +52,7 @@ class Updated(NamedTuple):
         return [end for key, end in self.entries.items() if results[key].source != key]
 
     def types(self, stated: TensorType) -> dict[str, TensorType]:
-        """Types of `entries` by name. Those with the parameter's shape are sharded like the parameter, and others are replicated."""
+        """Types of `entries` by name. Entries with the parameter's shape are sharded like the parameter, and others are replicated."""
         found = {self.name: stated}
         for key, entry in self.recorded.entries.items():
             dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))

@@ -1,6 +1,6 @@
 """Results of a module that share memory: tensors of the module, arguments, and views of these or of results.
 
-A call makes such a result from the other tensor by the graph's view ops, so that a write to the result reaches the other tensor.
+A call makes such a result from the tensor whose memory it shares, by the graph's view ops. So a write to the result reaches that tensor.
 """
 
 import operator

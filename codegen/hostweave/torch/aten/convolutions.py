@@ -50,7 +50,7 @@ class _Kernel:
         return record("take", flat, hw.expand_dims(at, (0, 1)), hw.iota(flat, 3, hw.i64), axis=3)
 
     def _numbers(self, x: hw.Tensor, sizes: SizePerDim, steps: Sequence[int], is_reversed: bool = False) -> hw.Tensor:
-        """Positions in a flattened image of a grid of `sizes` points, `steps` elements apart: [points]."""
+        """Indices in a flattened image of the points of a grid: `sizes` points per dim, `steps` elements apart. Shape [points]."""
         total: Any = None
         for dim, (size, step) in enumerate(zip(sizes, steps, strict=True)):
             row: Any = record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=x)

@@ -1,7 +1,7 @@
 """Table of ATen ops as functions on tensors of a fusion, with one entry per op.
 
-An entry takes a `Result`, then the arguments of the op: tensors of the fusion, Python numbers, lists, or None. It casts operands to the
-dtype in which torch computes.
+An entry takes a `Result`, then the arguments of the op, such as tensors of the fusion, numbers, lists and None. An entry casts operands to
+the dtype in which torch computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +62,7 @@ _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 def computed(
     op: str, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[[torch.Tensor], GivenSizes], trace: hw.Tensor
 ) -> Any:
-    """Computes a node by the entry for `op`. `shape_of` gives the shapes of its results."""
+    """Computes a node by the entry for `op`. `shape_of` returns the shape of a result."""
     made = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     result = Result(tuple(value.dtype for value in made), tuple(map(shape_of, made)), trace)
     kwargs = {key: value for key, value in kwargs.items() if key not in _OF_RESULT}
