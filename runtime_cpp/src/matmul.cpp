@@ -445,8 +445,9 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
   return plan.recommended;
 }
 
-// By default, CUDA loads a kernel at its first launch. Loading takes milliseconds, and can deadlock with a waiting NCCL kernel.
-// So this function runs every cuBLASLt kernel of the plan on scratch memory, also with `accumulate`, while the device is idle.
+// With lazy loading, CUDA's default, a kernel is loaded at its first launch. Loading takes milliseconds, and can deadlock with a
+// waiting NCCL kernel. So this function runs every cuBLASLt kernel of the plan on scratch memory, also with `accumulate`, while
+// the device is idle.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {
