@@ -57,7 +57,7 @@ def layer(x, w_in, w_out):
 @hw.fusion(mesh=mesh, x=dtype["M", "E"], **{f"{name}_{i}": type for i in range(3) for name, type in WEIGHTS.items()})
 def three_layers(x, **weights):
     for i in range(3):
-        x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # The program has one function, which is called three times.
+        x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # The program calls one function in a loop.
     return x
 
 
@@ -71,7 +71,7 @@ def gradients(x, dy, w):
 @hw.fusion(mesh=mesh, x=dtype["M@x", 8], w=dtype[8, 3])
 def halves(x, w):
     h = hw.matmul(x, w).named("h")
-    # Each operand is computed in the result, or copied directly into the result.
+    # One kernel writes all operands directly into the result.
     joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)
     return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
 

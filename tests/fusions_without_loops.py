@@ -53,7 +53,7 @@ def sequence_parallel(x, w_in, w_out):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], w_in=dtype["E", "F@x"], w_out=dtype["F@x", "E"])
 def two_layers(x, w_in, w_out):
-    return sequence_parallel(sequence_parallel(x, w_in, w_out), w_in, w_out)  # The function is called twice.
+    return sequence_parallel(sequence_parallel(x, w_in, w_out), w_in, w_out)  # A loop calls the function twice.
 
 
 half, rest = mesh.ranks(range((D + 1) // 2)), mesh.ranks(range((D + 1) // 2, D)) if D > 1 else mesh.ranks([0])
