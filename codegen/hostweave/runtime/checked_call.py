@@ -80,7 +80,7 @@ class Arguments:
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._verifies_calls, self._windows = native_table, verifies_calls, windows
         self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
-        # two latest sets of arguments that do not overlap, of this rank or of all ranks
+        # the latest two sets of arguments without overlap, of this rank or of all ranks
         self._disjoint: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)
         self.tables: weakref.WeakKeyDictionary[BoundInputs, BoundTable] = weakref.WeakKeyDictionary()
 

@@ -83,7 +83,7 @@ class StoreExchange(Exchange):
         self.blocks_on_failure = isinstance(store, TcpStore | MemoryStore)
 
     def last_wills(self) -> dict[str, str]:
-        """Values that the store sets if the process of this rank ends without `leave`."""
+        """Values that the store sets if the process of this rank ends without closing the store."""
         reason = f"rank {self._rank}: its process has ended"
         return {f"{self._prefix}/{key}": reason for key in ("failed", f"ended/{self._rank}")}
 

@@ -55,7 +55,7 @@ class FallibleGroup:
         self._calls = 0  # calls of this rank
         self._waits_at_barrier = False  # True while this rank waits for late ranks
         self._numbers = count_from(0)
-        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # number from `number` -> sizes
+        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # result of `number` -> sizes
 
     @property
     def failure(self) -> str | None:
@@ -159,7 +159,7 @@ class FallibleGroup:
             self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message if another rank waits in an exchange that this rank will not join, because it has begun the next call. None otherwise."""
+        """Message if another rank waits in an exchange that this rank will not join, because this rank has begun the next call, or None."""
         if (announced := self.exchange.announced()) is None:
             return None
         exchange_number, text = announced

@@ -67,7 +67,7 @@ def init(
 ) -> Group:
     """Makes this process a rank of a group, so that it can call programs. With `hw.Threads`, the current thread becomes the rank.
 
-    All ranks must call `init`. It returns when all ranks have joined, or at once without a store. Returns the existing group
+    All ranks must call `init`. The call returns when all ranks have joined, or at once without a store. Returns the existing group
     if the process or thread is already in it, and a new group if that group has failed. `provider` gives the rank, and a store for messages
     between ranks. By default the environment variables of torchrun, mpirun or srun give both. Without such variables, this process is the
     only rank.

@@ -330,7 +330,7 @@ class LocalProgram:
             self._exchanges_algorithms = True
 
     def _prepare_together(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
-        """Checks a call with the other ranks."""
+        """Checks and prepares a call together with the other ranks."""
         timeout = self._group.call_timeout
         checked_call, signatures = self._agree(check_call, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)

@@ -127,8 +127,8 @@ class Team:
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Runs `work` on each rank's thread. Returns the results, by rank.
 
-        If this call is interrupted, `programs` make no progress, or the group fails, stops all ranks. Other errors of a rank do not stop
-        the other ranks. Raises the error that made the group fail, or else the first error.
+        If this call is interrupted, a call of `programs` is overdue, or the group fails, stops all ranks. Other errors of a rank do not
+        stop the other ranks. Raises the error that made the group fail, or else the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):

@@ -120,7 +120,8 @@ def attention(
 
     Attention is one kernel call, without a matrix of scores in memory, under three conditions: the dtype is f32, f16 or bf16; the query is
     [B, H, S, E] or [H, S, E]; E and F are ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is composed of
-    matmuls and a softmax. An operand whose rows are not contiguous is copied first.
+    matmuls and a softmax. An operand is copied first if its rows are not contiguous, or if rows of 16-bit floats do not begin at multiples
+    of 16 bytes.
 
     Sharded rows, `S@cp`: keys and values are gathered first, or block by block, overlapped with the computation. Rows in zigzag,
     `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2). Zigzag
@@ -165,7 +166,7 @@ def attention_backward(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of `attention` for query, key, value and, if given, the bias. A gradient has the type of its operand.
+    """Gradients of `attention` for query, key, value and, if given, the bias. A gradient has the dtype and shape of its operand.
 
     `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. The other
     arguments are those of `attention`. The backward pass is one kernel call if `attention` is one, and is otherwise composed of several

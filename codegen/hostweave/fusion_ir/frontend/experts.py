@@ -249,7 +249,7 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
     first multiplied by the weight of its choice.
 
     The sum is at least in f32. Each rank sums its rows, and one reduce-scatter sums over the ranks. Dropped choices contribute nothing.
-    With `sent=hw.bf16`, the sums of a rank and the sums over ranks are rounded to bf16. This halves the bytes.
+    With `sent=hw.bf16`, the sums of a rank and the sums over ranks are rounded to bf16. This halves the sent bytes.
 
     Raises ProgramError for other shapes, and if `sent` is not a dtype of floats.
 

@@ -303,7 +303,7 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
 
     A NaN counts as the largest element. If the dim is sharded, it is gathered first.
 
-    Raises ProgramError if k is not from 1 to the size of the dim.
+    Raises ProgramError if k is not an int of at least 1, or exceeds a dim of known size.
 
     Example: `x: f32[M, N]` gives `f32[M, 8]` and `i64[M, 8]` by `hw.top_k(x, 8)`.
     """

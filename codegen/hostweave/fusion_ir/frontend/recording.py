@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 class Recorder(Protocol):
-    """A trace."""
+    """Interface of a trace."""
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -59,8 +59,8 @@ def record(
 ) -> Tensor:
     """Records an op and returns its result. `target` is the stated type of the result, or a part of it.
 
-    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. Errors begin with `written` or, if
-    it is empty, with `kind`.
+    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. Errors of such an op begin with
+    `written` or, if `written` is empty, with `kind`.
 
     Raises ProgramError if the op is not valid here.
     """

@@ -69,7 +69,7 @@ def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoRe
 
 
 class SizeName(str):
-    """Text of a symbolic size. Text can be appended. Arithmetic raises a ProgramError, with the text of the intended size."""
+    """Text of a symbolic size. Text can be appended. Arithmetic raises a ProgramError, with the text of the intended size if known."""
 
     _extent: Size
 

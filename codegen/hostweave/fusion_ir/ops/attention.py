@@ -1,6 +1,6 @@
 """Scaled dot-product attention, its log-sum-exps, and its gradients.
 
-An `attention` and an `attention_lse` with the same queries, keys and attributes become one instruction. Optional operands follow the
+An `attention` and an `attention_lse` with the same queries, keys, masks and attributes become one instruction. Optional operands follow the
 required operands:
 
 - lengths, the number of valid keys per batch;

@@ -37,7 +37,7 @@ SUFFIXES = {
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """Inserts reshards. Also inserts casts of partial sums if the transport cannot reduce their dtype, or if `partial_dtype` asks for
-    another dtype. After this pass, each other op has its operands in the layouts that it needs."""
+    another dtype. After this pass, the operands of every op except reshards have the layouts that the op needs."""
     return _Insertion(fusion, options).rewritten()
 
 

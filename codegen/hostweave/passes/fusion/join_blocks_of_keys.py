@@ -12,7 +12,8 @@ becomes
     %y_weights: f32[2@cp, H, S] = exp(%y_lse - %y_largest) / %y_sums
     %y: bf16[H, S, 64] = astype(sum(where(%y_weights > 0, %y_weights * astype(%y_blocks), 0)))
 
-with one op per line. The reshard gathers the log-sum-exps. The last sum is in f32, and partial over the ranks.
+In the IR, a line with several ops is one line per op. The reshard gathers the log-sum-exps. The last sum is in f32, and partial over the
+ranks.
 """
 
 from collections.abc import Callable

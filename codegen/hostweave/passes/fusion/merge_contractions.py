@@ -31,7 +31,8 @@ def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A value that permutes and merges dims of `source`. For each dim, `dims` lists the dims that it merges, outermost first."""
+    """A value that permutes and merges dims of `source`. For each dim of the value, `dims` lists the merged dims of `source`, outermost
+    first."""
 
     source: str
     dims: tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""Turns a matmul into a loop over shards if its second matrix is gathered along the columns.
+"""Turns a matmul into a loop over shards if its second matrix is gathered in chunks along the columns.
 
     %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] = matmul(%x, %w_gathered)

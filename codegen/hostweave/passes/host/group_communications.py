@@ -12,7 +12,7 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-Computation between the communications moves before the group. Instructions that only unpack received data move after it. All these
+Computation between the communications moves before the group. Instructions that only unpack received data move after the group. All these
 instructions are on one stream, so the moves delay nothing.
 """
 

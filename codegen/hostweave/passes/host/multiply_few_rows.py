@@ -13,8 +13,8 @@
                                               }
 
 With few rows, the reads of the weights take nearly all of the time, and one kernel reads all weights in one pass. With more rows, the
-matmuls run concurrently: one matmul uses multiprocessors that the last wave of another leaves idle. There is no `if` if the number of rows
-is known at compile time.
+matmuls run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. There is no `if` if the number
+of rows is known at compile time.
 
 Other matmuls with a common first operand also run concurrently if their weights are large. All sizes must be known. The number of rows must
 be above FEW_ROWS and at most MOST_ROWS.

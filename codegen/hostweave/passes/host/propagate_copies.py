@@ -19,7 +19,7 @@ If the loop body computes the source of the copy, the computation writes directl
       group { ... }                                }
     }
 
-If the gathered value is read after the loop, the copy moves to the end of the body. No instruction waits for it there:
+If the gathered value is read after the loop, the copy moves to the end of the body. No instruction waits for the copy there:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {
@@ -109,7 +109,7 @@ class _Copy:
     # --- readers of the copy read its source ---
 
     def reading_source(self, taken: set[str]) -> BodyEdits:
-        """Edits after which later readers read the source. If the loop's result is read later, moves the copy to the end of the body."""
+        """Edits that make later readers read the source, and move the copy to the end of the body if the loop's result is read later."""
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)

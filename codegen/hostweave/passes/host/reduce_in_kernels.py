@@ -1,5 +1,5 @@
 """The kernel that reads the result of a small all_reduce, reduce_scatter or all_gather also does this collective. Without such a kernel, a
-separate kernel does it.
+separate kernel does the collective.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
     launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x

@@ -1,4 +1,5 @@
-"""Lowers a fusion to the host IR. Most ops become one instruction. A reshard becomes communication or a view. A chunk loop becomes a `for`.
+"""Lowers a fusion to the host IR. Most ops become one instruction. A reshard becomes communication or a view. A chunk loop becomes one or
+two `for`.
 
     loop 8 chunks by_shard local_first {
       %xg: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
@@ -9,7 +10,7 @@ becomes
 
     %xg = allocate bf16[M, K]
     fork ring
-    for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
+    for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { communication of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
 `placement.py` decides which results need no separate memory.
