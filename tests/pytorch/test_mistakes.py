@@ -195,7 +195,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dtype": (lambda c: c(torch.ones(4, 8, dtype=torch.float64), 2.0), r"x: expected f32\[4, 8\], got f64\[4, 8\]; cast it"),
     "tangents": (
         lambda c: torch.func.jvp(lambda x: c(x, 2.0), (X,), (X,)),
-        r"Layer: torch.vmap, torch.func.jvp, .* do not see the ops of a compiled module; apply it to the original module",
+        r"Layer: torch.vmap, torch.func.jvp, .* do not see the ops of a compiled module; apply the transform to the original module",
     ),
     "captured without a group": (
         lambda c: c.capture(X, 2.0),

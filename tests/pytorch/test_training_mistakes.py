@@ -232,7 +232,7 @@ def batched_gradients(call: Any) -> None:
     torch.autograd.grad(call(X)[0], call._module.down.weight, torch.ones(3, 4, 8), is_grads_batched=True)
 
 
-BY_TRANSFORM = r"Layer: torch.vmap, .* do not see the ops of a compiled module; apply it to the original module, or .* backward\(\)"
+BY_TRANSFORM = r"Layer: torch.vmap, .* do not see the ops of a compiled module; apply the transform to the original .* backward\(\)"
 BY_TRACER = "Layer: torch.export, make_fx and torch.jit.trace do not see the ops .*; trace the original module, or register its program by"
 CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     "inference": (
@@ -243,7 +243,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     "jvp": (lambda call: torch.func.jvp(call, (X,), (X,)), BY_TRANSFORM),
     "grad": (lambda call: torch.func.grad(lambda x: call(x)[0].sum())(X), BY_TRANSFORM),
     "batched": (batched_gradients, BY_TRANSFORM),
-    "tangent": (with_a_tangent, "Layer: a tensor has a tangent, but forward-mode derivatives are not compiled; apply it to the original"),
+    "tangent": (with_a_tangent, "Layer: a tensor has a tangent, but forward-mode derivatives are not compiled; apply the transform to"),
     "make_fx": (lambda call: make_fx(call)(X), BY_TRACER),
     "export": (lambda call: torch.export.export(call, (X,)), BY_TRACER),
     "jit.trace": (lambda call: torch.jit.trace(call, X), BY_TRACER),

@@ -83,7 +83,8 @@ def compile(
 
     `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for these
     arguments. Sizes are fixed, except for `dynamic_shapes`, which has the form that torch.export uses. Equal modules of a list, such as
-    layers, become one function of the generated program. `target` is by default "cuda" if the parameters are on a GPU, otherwise "cpu".
+    layers, become one function of the generated program. `target` is by default "cuda" if the parameters, or without parameters the inputs,
+    are on a GPU, otherwise "cpu".
 
     With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` the result is a TrainingStep, whose calls
     also update the parameters in place. The module must then return one scalar, the loss. The code of the optimizer's step must consist of

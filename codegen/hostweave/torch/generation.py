@@ -125,7 +125,7 @@ class Generation:
         """Generates sequences like transformers, with a static cache."""
         if not self._word:
             raise ArgumentError(
-                f"{self._name}: generate: its forward has no argument {', '.join(_CACHE_WORDS)}; call generate of the module"
+                f"{self._name}: generate: forward has none of the arguments {', '.join(_CACHE_WORDS)}; call generate of the original module"
             )
         if kwargs.get("use_cache") is False or kwargs.get("cache_implementation") not in (None, "static"):
             raise ArgumentError(f"{self._name}: generate: programs write to a static cache; omit use_cache and cache_implementation")

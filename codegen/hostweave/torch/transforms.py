@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from hostweave.base.errors import ArgumentError
 
-_REMEDY = "apply it to the original module, or compile with training=True and call backward()"
+_REMEDY = "apply the transform to the original module, or compile with training=True and call backward()"
 
 
 def expect_eager(name: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@
 
 namespace hw {
 
-// CUDA kernels for one dtype and maximum head size. The kernels are in a separate library. The members are null on other targets.
+// CUDA kernels for one dtype and maximum head size, in a separate library. Members are null on the CPU device and without nvcc.
 struct AttentionKernels;
 extern const AttentionKernels attention_f32_64, attention_f32_128, attention_f32_256;
 extern const AttentionKernels attention_f16_64, attention_f16_128, attention_f16_256;

@@ -1,4 +1,4 @@
-// Exceptions of the runtime. hostweave.base.errors has the same exceptions in Python.
+// Exceptions of the runtime. In Python, hostweave.base.errors has exceptions of the same names.
 #pragma once
 #include <stdexcept>
 #include <string>

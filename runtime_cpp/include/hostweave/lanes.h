@@ -1,5 +1,5 @@
-// Gather, scatter, scans and sorting. A lane is a 1-D slice of the operand along the dim of the op. If adjacent lanes are
-// interleaved in memory, a thread processes a lane or a part of a lane. Otherwise, a block or a team of blocks processes a lane.
+// Gather, scatter, scans and sorting. A lane is a 1-D slice of an array along the dim of the op. If the lanes of the result are
+// contiguous, a block or a team of blocks processes a lane. Otherwise, a thread processes a lane or a part of a lane.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"

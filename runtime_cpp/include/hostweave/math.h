@@ -57,9 +57,9 @@ class Divisor {
 #endif
 };
 
-// Approximations for kernels with elements of at most 16 bits. exp and sigmoid have an error of about 100 ulp. erf has an
-// error of 5 ulp, by the rational function of XLA and Eigen. gelu has a relative error of 1e-5, by Abramowitz and Stegun
-// 7.1.26 with coefficients for small relative error.
+// Approximations for kernels with elements of at most 16 bits. Errors are up to about 100 ulp for exp and sigmoid, and 5 ulp for
+// erf, by the rational function of XLA and Eigen. gelu has a relative error of up to 1e-5, by Abramowitz and Stegun 7.1.26 with
+// coefficients for small relative error.
 #ifdef __CUDACC__
 HW_DEVICE float fast_exp(float x) { return __expf(x); }
 HW_DEVICE float fast_sigmoid(float x) {  // results below 2^-126 are 0
