@@ -48,7 +48,7 @@ struct AttentionKernel {
   BiasGradient bias_gradient;
 };
 
-// Half-open range of columns.
+// Half-open range of indices.
 struct Span {
   int64_t begin, end;
 

@@ -1,4 +1,4 @@
-// Communicator of a process group, seen from one rank.
+// Channel of a process group, seen from one rank: an NCCL communicator or, with transport `peer`, a PeerGroup.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <nccl.h>

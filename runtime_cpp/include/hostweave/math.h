@@ -198,7 +198,7 @@ HW_DEVICE auto right_shift(A bits, B by) {
   return uint64_t(by) <= kLast ? static_cast<T>(T(bits) >> by) : static_cast<T>(T(bits) >> kLast >> 1);
 }
 
-// Uniform number in [0, 1): first word of Philox 4x32-10 for counter (i, j, k, m) and key (seed, draw).
+// Uniform number in [0, 1) from the first word of Philox 4x32-10 for counter (i, j, k, m) and key (seed, draw).
 HW_DEVICE float philox(uint32_t i, uint32_t j, uint32_t k, uint32_t m, uint32_t seed, uint32_t draw) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t left = uint64_t{i} * 0xD2511F53u, right = uint64_t{k} * 0xCD9E8D57u;
