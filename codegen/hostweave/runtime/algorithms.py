@@ -1,4 +1,4 @@
-"""Algorithms of cuBLASLt that `Options(tune=True)` has measured. They are in the cache, and all ranks of a group use the same ones."""
+"""Algorithms of cuBLASLt that `Options(tune=True)` has measured. They are stored in the cache, and are equal on all ranks of a group."""
 
 import contextlib
 import json

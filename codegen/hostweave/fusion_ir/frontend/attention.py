@@ -307,7 +307,7 @@ def _last(indices: Tensor, dim: int) -> Tensor | int:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Bias that is equivalent to a mask. Its last dim is that of the keys, not broadcast."""
+    """Bias that is equivalent to a mask, with one element per key in the last dim."""
     bias = hw.where(mask, hw.astype(mask, query.dtype) * 0.0, float("-inf")) if mask.dtype == bool_ else mask
     columns = key.type.shape[-2]
     if bias.ndim < 2 or bias.type.shape[-1] != columns:

@@ -184,7 +184,7 @@ class Runs:
         return tuple(value.name for value in reshards), reshards[0].type
 
     def whole(self, column: Column) -> Column:
-        """Stack or group from which a lagged column reads, or (). Its tensors, except the last, are the column without its first value."""
+        """Stack or group from which a lagged column reads, or (). `column[1:]` equals the stack or group without its last tensor."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found

@@ -263,7 +263,7 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """Index map of gradients. Those of keys and values are sums over rows; that of a bias is a sum over its broadcast dims."""
+    """Index map of gradients. Gradients of keys and values are sums over rows. The gradient of a bias is a sum over its broadcast dims."""
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
     columns: Labels = (*batch, "h", None, None)

@@ -154,7 +154,7 @@ fmod = _binary(
     "hw::fmod({0}, {1})",
     cost=20,
 )
-gcd = _binary("gcd", "The greatest common divisor, at least 0, except of the smallest int.", "hw::gcd({0}, {1})", INTS, cost=200)
+gcd = _binary("gcd", "The greatest common divisor, at least 0 unless it overflows.", "hw::gcd({0}, {1})", INTS, cost=200)
 atan2 = _binary(
     "atan2", "The angle of the point (b, a) in radians, from -pi to pi.", "{std:atan2}({0}, {1})", kinds=FLOATS, numpy="arctan2", cost=40
 )

@@ -365,7 +365,7 @@ def _sizes(walked: Iteration) -> list[list[Size]]:
 def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _FusedLaunch:
     """Fuses the launch at `place` into the launch at `into`.
 
-    The fused kernel also writes the `kept` results. It keeps the value names of the consumer's kernel.
+    The fused kernel also writes the `kept` results, and has the value names of the consumer's kernel.
     """
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
@@ -400,7 +400,7 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
-    """Removes repeated ops. They arise if one producer is fused into several operands of a kernel."""
+    """Removes repeated ops, which arise if one producer is fused into several operands of a kernel."""
     if len(kernel.ops) < 2:
         return kernel
     # Two ops with equal operands may differ: one reads a vector along rows, and one along columns or at a computed index.

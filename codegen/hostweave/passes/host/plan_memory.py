@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated before its first use, or before its first view. It is deallocated when the caller's stream is ordered after all uses,
-unless no allocation follows. A buffer may reuse the bytes of buffers that are deallocated before its allocation. Offsets are computed at
-run time, when sizes are known.
+A buffer is allocated before its first use, or before its first view. The buffer is deallocated when the caller's stream is ordered after
+all uses, unless no allocation follows. A buffer may reuse the bytes of buffers that are deallocated before its allocation. Offsets are
+computed at run time, when sizes are known.
 """
 
 from collections import defaultdict

@@ -44,7 +44,7 @@ class _Sharing:
         self.uses, self.merged = uses, tree.AliasRoots()
         self.gone: set[int] = set()  # numbers of removed instructions
         self.before: dict[int, tree.Body] = {}  # number of an instruction -> new instructions before it
-        # Accesses and views of each buffer. Those of merged buffers are included.
+        # Accesses and views of each buffer, including those of merged buffers.
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in uses.program.inputs}

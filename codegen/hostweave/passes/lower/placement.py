@@ -93,7 +93,7 @@ def _is_pointwise(op: Op) -> bool:
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
-    """Operands of concat and pad that are computed in the result. Their other consumers must be able to read them there."""
+    """Operands of concat and pad that are computed in the result. Other consumers must be able to read such an operand there."""
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
