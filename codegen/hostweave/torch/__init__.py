@@ -87,8 +87,8 @@ def compile(
     are on a GPU, otherwise "cpu".
 
     With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` the result is a TrainingStep, whose calls
-    also update the parameters in place. The module must then return one scalar, the loss. The code of the optimizer's step must consist of
-    ATen ops on a parameter, its gradient and its state.
+    also update the parameters in place. Exactly one result of the module must then be a scalar of floats, the loss. The code of the
+    optimizer's step must consist of ATen ops on a parameter, its gradient and its state.
 
     `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
@@ -103,12 +103,12 @@ def compile(
     With `fullgraph=False`, unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions, which runs
     the parts between the breaks as programs, and the rest eagerly. `explain` of the result lists the breaks.
 
-    If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The mesh has an axis
-    pp for the stages. Stage s is at coordinate `s % pp`, and reads the results of the previous stage. `example_inputs` is a whole batch,
-    which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss from the last argument of a call,
-    `target`. Without `loss`, the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". With "auto",
-    the default, the cost model chooses the order. `optimizer` has the parameters of all stages; each rank stores only the state of its
-    stages.
+    If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The first axis of
+    the mesh, pp, is for the stages. Stage s is at coordinate `s % pp`, and reads results of earlier stages. `example_inputs` is a whole
+    batch, which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss from the last argument of a
+    call, `target`. Without `loss`, the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". "auto",
+    the default, starts from 1F1B, and changes the order if the cost model predicts a gain. `optimizer` has the parameters of all stages;
+    each rank stores only the state of its stages.
 
     Raises ProgramError for invalid arguments, for a plan that does not fit the module, and for a module that cannot be compiled. If ops are
     not supported, the error lists all of them, with the lines that use them.

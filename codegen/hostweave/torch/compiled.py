@@ -208,7 +208,7 @@ class CompiledModule(Delegating):
         """Maps the path of each module in a list, such as nn.ModuleList, to "traced", or to "as layers.0" if the module uses the trace of
         the equal module `layers.0`.
 
-        If the attributes or calls of a module differ, the value has the reason, such as `traced: its attention.scale differs from
+        If a module differs from the modules before it, the value has the reason, such as `traced: its attention.scale differs from
         layers.0`.
         """
         return self._graph.traced

@@ -212,8 +212,8 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
 
     - Unsupported functions raise ProgramError, or call supported functions.
     - Modules of transformers use scans, triangular solvers and scaled matmuls instead of loops over elements and Triton kernels.
-    - Torch logs no errors, and prints no graph of a module that fails.
-    - Slow functions of torch become fast, which halves the time of an export (see `_SLOW`).
+    - Two loggers of torch are silent, and torch does not print the graph of a module that fails.
+    - Fast versions of slow private functions of torch (`_SLOW`) halve the time of an export.
     """
     yield from ((torch, "manual_seed", _refused(_SEED)), (torch.Tensor, "random_", _randomize))
     yield from ((torch.autograd, name, _refused(_GRADIENTS)) for name in ("grad", "backward"))

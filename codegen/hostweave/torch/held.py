@@ -12,7 +12,7 @@ from hostweave.types.tensor import TensorType
 
 
 class Held:
-    """Tensors that a program reads in place. The program sees writes to them, but not other tensors in their place."""
+    """Tensors of a module that a program reads. The program sees writes to them, but not new tensors that replace them."""
 
     def __init__(self, module: nn.Module, paths: Iterable[str]):
         found = {path: place_of(module, path) for path in paths}

@@ -163,7 +163,7 @@ class ModelInRegions(Delegating):
 
     @property
     def programs(self) -> list[Program]:
-        """Programs so far, in the order of first use."""
+        """The latest program of each compiled part, in the order of `explain`."""
         return [part.model.program for part in self.backend.parts if part.model is not None]
 
     def explain(self) -> str:

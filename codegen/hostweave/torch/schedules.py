@@ -21,7 +21,7 @@ def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[A
     """Actions of all parts of the mesh, each after the actions on which it depends.
 
     Stage s is at coordinate `s % parts`. "auto" is 1F1B, or interleaved 1F1B if a coordinate has several stages.
-    `passes/fusion/order_stages.py` then changes the order.
+    `passes/fusion/order_stages.py` may then change the order of "auto".
     """
     if name not in SCHEDULES:
         raise ProgramError(f"hostweave.torch.compile: there is no schedule={name!r}; {did_you_mean(str(name), SCHEDULES)}")
