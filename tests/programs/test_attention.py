@@ -1,5 +1,4 @@
-"""Attention as one instruction. Results with every mask, layout and sharding equal those of PyTorch in float64. Also tests memory and
-C++."""
+"""Attention as one instruction: results compared with those of PyTorch in float64, allocations, copies and errors."""
 
 from __future__ import annotations
 
@@ -184,14 +183,13 @@ def test_a_sequence_in_pieces(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.bf16), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = attention(ranks, dtype)
-    for sizes in (SIZES, {**SIZES, "C": ranks - 1, "S": 1, "U": 1, "T": 1, "V": 2}):  # The last rank has no elements.
+    for sizes in (SIZES, {**SIZES, "C": ranks - 1, "S": 1, "U": 1, "T": 1, "V": 2}):  # The last rank has no elements of C.
         arrays = random_arrays(fusion, sizes, seed=ranks)
         expect_every_way(fusion, arrays, by_torch(arrays), ranks, 1e-10, interprets=sizes != SIZES)
 
 
 def test_the_scores_are_never_in_memory() -> None:
-    """The program has no matmuls or kernels, and copies no input. Attention without sharding allocates nothing, even for 4096 rows and
-    keys."""
+    """The program has no matmuls or kernels, and copies no input. Attention without sharding allocates nothing."""
     ranks = 2
     fusion = attention(ranks, hw.bf16)
     instructions = list(tree.walk(lowered(fusion).body))

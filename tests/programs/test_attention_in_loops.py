@@ -100,7 +100,7 @@ def test_on_gpus(algorithm: str, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
 def test_blocks_at_once_on_gpus() -> None:
-    """One plan computes all blocks to which all rows attend. If these blocks are large, the plan runs on two streams concurrently."""
+    """Without a mask, all blocks use the same plan of cuDNN. Large blocks run on two streams concurrently."""
     fusion, sizes = context_parallel(2, causal=None), {"S": 16384}
     arrays = random_arrays(fusion, sizes, seed=0)
     results = []
@@ -137,7 +137,7 @@ def test_rows_in_zigzag(ranks: int, alternative: str) -> None:
         np.testing.assert_allclose(got, want, 1e-9, 1e-9)
     stages: dict[str, Any] = {}
     lower(fusion, options, stages.__setitem__)
-    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # The second pass casts sums to bf16.
+    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # The second adds casts to bf16.
         assert Fusion.parse(str(stages[name])) == stages[name]
         for got, want in zip(run_reference(stages[name], arrays), wanted, strict=False):
             np.testing.assert_allclose(got, want, precision, precision)
@@ -204,7 +204,7 @@ def test_stated_alternative() -> None:
 
 
 def test_p2p_has_one_block_per_stream() -> None:
-    """With p2p, the number of buffers for keys is the number of streams. It does not depend on the number of ranks."""
+    """With p2p, the number of buffers for keys is the number of streams, for any number of ranks."""
     host = lower(in_loops(8, hw.bf16, "p2p"), Options(streams=2))
     blocks = [i for i in tree.walk(host.body) if isinstance(i, ir.OnStream)]
     assert [sum(isinstance(i, ir.Recv) for i in tree.walk(block.body)) for block in blocks] == [1, 1]

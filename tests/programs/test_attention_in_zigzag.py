@@ -29,7 +29,8 @@ SIZES = ({"B": 2, "S": 48}, {"B": 1, "S": 24}, {"B": 3, "S": 112})
 
 @cache
 def in_zigzag(mesh: hw.Mesh, t: DType) -> Fusion:
-    """Attention of rows and keys with the same sharding: with and without a batch, with gradients, with a window, and without a mask."""
+    """Attention to keys in zigzag: with and without a batch, with gradients, with a window, and without a mask. Most rows are in zigzag
+    too. Some are replicated, or sharded in order."""
     heads, groups, s = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp", "S@zigzag(cp)"
 
     @hw.fusion(
@@ -104,8 +105,7 @@ def test_on_gpus(dtype: DType) -> None:
 
 @pytest.mark.parametrize("positions", ["S", "S@zigzag(cp)"])
 def test_layers(positions: str) -> None:
-    """Layers with heads over tp and rows over cp. Tables of rotary embeddings are in the order of the sequence, and are sharded like the
-    rows."""
+    """Layers with heads over tp and rows over cp. Tables of rotary embeddings are replicated, or sharded like the rows."""
     mesh, x, wq, wk = hw.Mesh(cp=2, tp=2), hw.f32["S@zigzag(cp)", "E"], hw.f32["E", "4@tp", 16], hw.f32["E", "2@tp", 16]
     types = {"x": x, "wq": wq, "wk": wk, "wo": hw.f32["4@tp", 16, "E"], "g": hw.f32["E"], "cos": hw.f32[positions, 8]}
 
@@ -140,7 +140,7 @@ def causal(axes: str, ranks: int, size: str = "S") -> Fusion:
 
 
 def scores(host: HostProgram, rank: int) -> int:
-    """Number of scores that a rank computes, derived from the diagonals of its calls."""
+    """Number of scores that a rank computes, derived from the diagonals of the instructions."""
     types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
     total = 0
     for i in tree.walk(host.body):
@@ -155,8 +155,8 @@ def scores(host: HostProgram, rank: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_each_rank_has_equal_work(ranks: int) -> None:
-    """All ranks compute the same number of scores. Keys and values are each sent once. One kernel reorders them. The result is written
-    directly to the output."""
+    """All ranks compute the same number of scores. Keys and values are each sent once, and reordered by one launch each. The result is
+    written directly to the output."""
     size = 16 * ranks
     host = lower(causal("zigzag(cp)", ranks, str(size)), hw.Options())
     work = [scores(host, rank) for rank in range(ranks)]
@@ -164,7 +164,7 @@ def test_each_rank_has_equal_work(ranks: int) -> None:
     in_order = lower(causal("cp", ranks, str(size)), hw.Options())
     assert scores(in_order, ranks - 1) > 1.4 * work[-1]
     kinds = [type(i).__name__ for i in tree.walk(host.body)]
-    assert kinds.count("AllGather") + kinds.count("LaunchAllGather") == 2  # With transport peer, one kernel gathers both.
+    assert kinds.count("AllGather") + kinds.count("LaunchAllGather") == 2
     assert (kinds.count("Copy"), kinds.count("Launch")) == (0, 2)
     assert kinds.count("Attention") == 2
 

@@ -1,4 +1,4 @@
-"""Masks of attention other than causal masks: a bias of the scores, and packed sequences. Forward and backward, on every rank."""
+"""Masks of attention other than causal masks: a bias of the scores, and packed sequences. Forward and backward passes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
-    """The bias masks some columns, and all columns of some rows. Some sequences are empty, and some tokens are in no sequence."""
+    """Random inputs. The bias masks some columns, and all columns of a row. Some sequences are empty, and some tokens are in no
+    sequence."""
     arrays = random_arrays(fusion, {"B": 3, "S": 9, "T": 13, "U": 70, "V": 300, "W": 80, "N": 4}, seed=ranks)
     hidden = np.random.default_rng(ranks).random(arrays["bias"].shape) < 0.3
     arrays["bias"][hidden] = -np.inf
@@ -120,7 +121,7 @@ def test_on_gpus(ranks: int, dtype: DType) -> None:
 
 @pytest.mark.extra("torch")
 def test_gradients_of_biases_that_are_composed() -> None:
-    """Other ops compute attention in f64, with grouped heads, and with biases of all, some, or broadcast dims."""
+    """Attention in f64 is composed of other ops. Heads are grouped. A bias has all dims, some dims, or dims that are broadcast."""
     shapes = {"q": (2, 6, 5, 12), "k": (2, 3, 7, 12), "whole": (2, 6, 5, 7), "once": (1, 6, 1, 7), "few": (5, 7)}
 
     @hw.fusion(**{name: hw.f64[shape] for name, shape in shapes.items()})
@@ -254,7 +255,7 @@ def test_without_a_bias_there_is_no_gradient_of_a_bias() -> None:
 
 
 def test_explain_names_the_kernels() -> None:
-    """cuDNN lacks a bias with a diagonal that does not start at the top left. It also lacks lengths with a causal mask of sharded rows."""
+    """cuDNN computes the first four calls. It lacks the masks, head sizes or dtypes of the others."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=2),

@@ -87,7 +87,7 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("mesh", "dtype"), list(zip(MESHES, DTYPES, strict=True)), ids=str)
 def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
-    """Sizes are uneven, so some ranks have no keys or no valid keys."""
+    """On some meshes, ranks have unequal numbers of keys, no keys, or no valid keys."""
     fusion = over_ranks(mesh, dtype)
     for sizes in ({"B": 3, "T": 29, "U": 70}, {"B": 2, "T": 9, "U": 2}):
         arrays = random_arrays(fusion, sizes, seed=mesh.size)
@@ -165,7 +165,7 @@ def test_mistake_in_host_ir() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("keys", [1, 3, 9])
 def test_an_int_number_of_keys_that_ranks_do_not_divide(keys: int, ranks: int) -> None:
-    """The last ranks have fewer keys, or none."""
+    """The last ranks may have fewer keys, or none."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=hw.f32[2, 4, 8], k=hw.f32[2, f"{keys}@x", 8], v=hw.f32[2, f"{keys}@x", 8])
     def attended(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:

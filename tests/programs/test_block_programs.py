@@ -1,4 +1,4 @@
-"""Results of programs with blocks: nested blocks, arguments that are resharded or packed, and comparison with the inlined program."""
+"""Results and C++ of programs with blocks, also of nested blocks."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def test_32_layers_of_llama() -> None:
 
 
 def test_programs_do_not_grow_with_the_number_of_layers() -> None:
-    """Both IRs have as many lines for 128 layers as for 8 layers. Lowering and the check call less than 1.5 times as many functions."""
+    """Both IRs have as many lines for 128 layers as for 8 layers. Lowering and checking 128 layers takes less than 1.5 times as many Python
+    calls."""
     module = load_file(EXAMPLES / "llama.py")
     lines, calls = [], []
     for count in (8, 128):
@@ -217,7 +218,7 @@ def test_calls_with_different_weights_are_a_loop_over_structs(ranks: int) -> Non
     lines = [line.strip() for line in program.source.splitlines()]
     loop = lines.index("for (int64_t i = 0; i < 5; ++i) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
     assert "layer(x_i, in.layers[i], scale, x_2_i, caller);" in lines[loop:]
-    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` also uses a member of the struct.
+    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` reads b_1, which is in the struct of the first layer.
     for rows in (8, 7, 1):
         arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
         with parallel(check_dependencies=True):
@@ -278,8 +279,8 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> None:
-    """Each call gives one output of the program, in the memory of a donated input. Some results are in the memory of inputs. The program
-    has one output before these outputs, and one after them. One result has a second consumer."""
+    """Each call computes one output of the program, in the memory of a donated input. The program has one output before these outputs, and
+    one after them. One result has a second consumer."""
 
     @hw.block(donate={"kept": 1}, x=hw.f32["M@x", "E"], w=hw.f32["E"], kept=hw.f32["M@x", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -338,7 +339,7 @@ def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...
 
 @pytest.mark.parametrize("order", [("w", "scale"), ("scale", "w"), ("w", "", "scale"), ("scale", "", "w")])
 def test_inputs_between_the_weights_of_calls(order: tuple[str, ...]) -> None:
-    """The weights of calls are consecutive inputs, or other inputs of the program are before, after or between the weights."""
+    """Other inputs of the program are before, after or between the weights of the calls."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

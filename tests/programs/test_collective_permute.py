@@ -21,8 +21,8 @@ def exchanges(ranks: int) -> Fusion:
 
     @hw.fusion(mesh=hw.Mesh(dp=2 if ranks < 8 else 1, tp=ranks), x=hw.f32["M@tp", "N"], w=hw.f32["N", "K"])
     def exchanges(x, w):
-        shifted = hw.collective_permute(x, "M", down)  # The first block has no source, so it is zeros.
-        gathered = hw.collective_permute(x, 0, [1, 0, None, 2, 5, 4])  # There are more blocks than ranks along any axis.
+        shifted = hw.collective_permute(x, "M", down)  # The first block has no source, so it becomes zeros.
+        gathered = hw.collective_permute(x, 0, [1, 0, None, 2, 5, 4])  # No axis has 6 ranks.
         columns = hw.collective_permute(x, "N", [2, None, 0])  # Each rank has all blocks.
         product = hw.matmul(hw.collective_permute(x, 0, around), w).stream("K", chunks=2)
         streamed = hw.collective_permute(x + x, 0, around).stream("N", chunks=3)

@@ -1,4 +1,5 @@
-"""Programs that deadlock. The check raises an error at compile time. Without the check, a report at run time replaces the hang."""
+"""Programs that deadlock, or whose communications do not match. The check raises an error at compile time. Without the check, a run ends
+with a report."""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ def test_a_run_reports_the_deadlock(name: str, how: Callable[[], AbstractContext
 
 
 def same_report(found: str, wanted: str) -> None:
-    """Compares reports of a parallel run. Either of two ranks may be reported first."""
+    """Compares two reports. Either rank may be reported first."""
     assert sorted(found.split()) == sorted(wanted.split()), found
 
 

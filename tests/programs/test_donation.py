@@ -1,4 +1,4 @@
-"""Results in donated memory, and slices at positions that inputs give, compared with NumPy and torch on 1 to 4 ranks."""
+"""Results in donated memory, and slices at positions that are inputs, compared with NumPy and torch on 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIZES = {"S": 11, "D": 5, "B": 3, "H": 6, "E": 4, "T": 3}
 
 
 INPUTS = {
-    "rows": hw.f32["S@x", "D"],  # The positions are sharded.
+    "rows": hw.f32["S@x", "D"],  # The updated dim is sharded.
     "heads": hw.bf16["B", "H@x", "S", "E"],
     "kept": hw.f32["S", "D"],
     "layer_0": hw.f32["S", "D"],
@@ -128,8 +128,7 @@ def test_a_tensor_is_updated_by_itself(ranks: int, donate: dict[str, int]) -> No
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_sequence_has_a_separate_position(ranks: int) -> None:
-    """Each sequence of a batch has a separate position. Positions, heads or the batch are sharded. Only new elements are written to the
-    cache."""
+    """The dim of positions or the batch is sharded. Only new elements are written to the caches."""
     B, S = 2 * ranks, 7
 
     @hw.fusion(

@@ -1,4 +1,4 @@
-"""Matmuls of one operand with about 8 rows, fused with their consumer into one kernel. All layouts are compared with NumPy."""
+"""Matmuls of one operand with at most 8 rows, fused with their consumer into one kernel. Results are compared with NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms, attention and random numbers in whole programs, on every rank of the CPU target, compared with NumPy in float64."""
+"""Norms, attention and random numbers in whole programs on the CPU device, compared with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: 
 
 
 def norms(ranks: int, t: DType) -> Fusion:
-    """Norms of sharded rows: after dropout and a residual, and of a sum with the result of another norm."""
+    """Norms and reductions of sharded rows. One operand is a sum after dropout, and another is a sum with the result of a norm."""
 
     rows = {"p": t["M@x", 32], "q": t["M@x", 32], "v": t[32], "u": t[32]}
 

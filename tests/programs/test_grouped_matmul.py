@@ -41,7 +41,7 @@ ROUTINGS = {
     "no rows": [0, 0, 0, 0, 0],
     "beyond the end": [10, 20, 24, 30, 99],
 }
-SHARDINGS = {  # shardings of x, w, y and the gradient of w
+SHARDINGS = {  # sharded dims of x, of w and its gradient, and of y and its gradient
     "replicated": ((), (), ()),
     "rows": (("T",), (), ("T",)),
     "experts": ((), ("E",), ()),

@@ -91,7 +91,7 @@ def put(x: Array, places: Array, terms: Array) -> Array:
 
 WRAPS = {(kind, name): {"dtype": dtype} for kind in ("sum", "prod") for name, dtype in (("small", "i2"), ("short", "u2"), ("long", "u8"))}
 
-# For each name: the program, and the same function on arrays `v`.
+# For each case: a function of tensors `v`, and the same function of arrays `v`.
 CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "take": (lambda v: hw.take(v.x, v.ids, 1), lambda v: np.take(v.x, v.ids, 1)),
     "take_one": (lambda v: hw.take(v.rows, v.one, 0), lambda v: v.rows[v.one]),
@@ -229,7 +229,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ops(ranks: int, target: str) -> None:
-    """Tests all ops on 4 ranks, and on one GPU, and some ops on other numbers of ranks."""
+    """Tests all cases on GPUs and on 4 CPU ranks, and some cases on other numbers of CPU ranks."""
     if target == "cuda" and len(gpus()) < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     cases = [*CASES] if ranks == 4 or target == "cuda" else [*CASES][ranks::7]
@@ -301,7 +301,7 @@ def test_top_k_orders_only_the_first_elements() -> None:
     assert "i64[B, 5]" in compiled.host_ir
     assert "i64[B, V]" not in compiled.host_ir
     assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # There are more elements than a GPU sorts partially.
-    assert "grid_of_orders(B, V, 5)" in compiled.source  # All thread blocks sort one long row. Shorter rows have one block each.
+    assert "grid_of_orders(B, V, 5)" in compiled.source  # All thread blocks sort a long row together. One block sorts a short row.
     assert "grid_of_orders(B, V, V)" in hw.compile(many).source
     x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)
     np.testing.assert_array_equal(compiled.run(x)[1], np.argsort(-x, 1, stable=True))

@@ -107,7 +107,8 @@ def test_floats_become_ints_by_i64(target: str, dtype: DType) -> None:
 
 
 def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
-    """Signed overflow aborts the process of this test. NVRTC has no option that defines signed overflow, so kernels must not overflow."""
+    """The test compiles kernels so that signed overflow aborts the process. NVRTC has no option that defines signed overflow, so kernels
+    must not overflow."""
     compiler = tmp_path / "c++"
     sanitized = "-fno-wrapv -fsanitize=signed-integer-overflow,float-cast-overflow -fsanitize-undefined-trap-on-error"
     ordinary = shlex.quote(os.environ["CXX"])
@@ -126,7 +127,7 @@ def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
     ("ranks", "dtype"), [(1, hw.i64), (2, hw.i8), (2, hw.u64), (3, hw.u8), (4, hw.i16), (4, hw.u32), (8, hw.i32)], ids=str
 )
 def test_products(ranks: int, dtype: DType) -> None:
-    """Products of extreme values and their sums wrap around, also in loops, over sharded dims, and of views."""
+    """Products of large values, and their sums, wrap around: also in loops, over sharded dims, and of views."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),

@@ -1,4 +1,4 @@
-"""Concat and pad inside kernels, on every rank of the CPU target, compared with NumPy."""
+"""Concat and pad inside kernels, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def arrays_of(fusion: Fusion, sizes: dict[str, int]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("make", [joined, reduced], ids=lambda make: make.__name__)
 def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
-    """Rows are uneven, or fewer than ranks. Some sizes of parts can be vectorised."""
+    """Rows may be uneven, or fewer than the ranks. Some sizes of parts can be vectorised."""
     fusion, allowed = make(ranks, dtype), TOLERANCE[dtype.name]
     for sizes in SIZES:
         arrays = arrays_of(fusion, sizes)

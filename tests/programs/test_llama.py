@@ -233,7 +233,7 @@ def test_other_models_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_names_of_older_configs(tmp_path: Path) -> None:
-    """Older configs have separate keys rope_theta, rope_scaling and torch_dtype. They lack head_dim and the number of key heads."""
+    """Older configs have separate keys rope_theta, rope_scaling and torch_dtype. They may lack the other deleted keys."""
     found = json.loads((checkpoint(True)[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**found, "eos_token_id": [3, 4]}))
     wanted, rates, ends = read_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Memory of a program on its devices. `close` frees all of it."""
+"""Memory of programs on the CPU device: allocations, the arena, and buffers that share memory."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ MESHES = [{"ep": 2, "tp": 2}, *(pytest.param(axes, marks=pytest.mark.slow) for a
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_meshes(axes: dict[str, int]) -> None:
-    """Experts are sharded over `ep`, their inner dim over `tp`, and tokens over `dp` and `ep`."""
+    """Experts are sharded over `ep`, their inner dim over `tp`, and tokens over `dp` and `ep`, if the mesh has these axes."""
     constants: dict[str, Any] = {"mesh": hw.Mesh(**axes), "EXPERTS": 8, "TOP": TOP, "dtype": hw.f64}
     constants |= {"INNER": "I@tp"} if "tp" in axes else {}
     constants |= {"T": "T@dp,ep"} if "dp" in axes else {}
@@ -128,8 +128,8 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [1, 3, 5])
 def test_capacities(ranks: int, capacity: int) -> None:
-    """Choices beyond the capacity of a rank add nothing to the result. These are the choices of the last tokens for the last experts of the
-    rank."""
+    """A rank sends at most `capacity` choices to each rank, ordered by expert, then by token. The other choices add nothing to the
+    result."""
     expect_through(ranks, 4, TOP, 8, capacity, np.random.default_rng(capacity))
 
 

@@ -102,7 +102,7 @@ UNEVEN = [name for name in SEVERAL if lowered(fusion_of(name, 4, 3, hw.bf16)).un
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_shards(name: str) -> None:
-    """At these sizes, the last ranks have fewer elements, or none."""
+    """At three of the sizes, the last ranks have fewer elements, or none."""
     variant = OFTEN
     fusion, even = fusion_and_sizes(name, variant)
     program = compiled(fusion, options=Options(streams=variant.streams))

@@ -38,7 +38,7 @@ RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
 
 
 def options_of(name: str, transport: str = "peer") -> Options:
-    """Options with the given transport. Programs with `algorithm="put"` use peer by default."""
+    """Options with the given transport. For programs that use peer by default, "auto" replaces "peer"."""
     return Options(transport=transport if name in WHOLLY or transport != "peer" else "auto")
 
 

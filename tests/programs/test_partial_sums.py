@@ -1,5 +1,4 @@
-"""Reductions that move past ops, contractions over several dims, and means of uneven shards. Programs are compiled, and run on 1 to 4
-ranks."""
+"""Reductions that move past ops, contractions over several dims, and means and variances of uneven shards."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def norms(mesh: hw.Mesh) -> Fusion:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_on_ranks(mesh: hw.Mesh) -> None:
-    """Sizes are uneven, and some ranks have no elements."""
+    """Some sizes are uneven, and some ranks have no elements."""
     for fusion, all_sizes in (
         (gradients(mesh), [SIZES, SIZES | {"F": 7, "T": 3, "C": 1}]),
         (norms(mesh), [{"M": 12, "N": 12}, {"M": 7, "N": 5}, {"M": 1, "N": 1}]),

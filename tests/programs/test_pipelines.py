@@ -1,4 +1,4 @@
-"""Pipelines of two stages on two meshes, on the CPU target: results of all ranks, and arguments of ranks outside of a mesh."""
+"""Pipelines of stages on separate meshes, on the CPU device: results of all ranks, and arguments of ranks outside of a mesh."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_functions_are_exact_over_the_whole_range() -> None:
 
 
 def test_equality_rounds_its_operands(target: str) -> None:
-    """A kernel rounds a value in bf16 before the comparison, as torch does. So many elements of a row are equal."""
+    """A kernel rounds a value to bf16 before the comparison, as torch does. Several elements of a row then equal the maximum."""
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.bf16[8, 300])
     def program(x):

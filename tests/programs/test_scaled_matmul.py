@@ -1,4 +1,4 @@
-"""Scaled matmuls of 8-bit floats: all granularities of scales, all shardings, chunk loops, epilogues, and composed products."""
+"""Scaled matmuls of 8-bit floats: granularities of scales, shardings, chunk loops, epilogues, and composed products."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_the_compiler_chooses_a_loop() -> None:
 @pytest.mark.parametrize("kind", ["vectors", "blocks"])
 @pytest.mark.parametrize("algorithm", ["", "ring", "put"])
 def test_numbers_of_rows_that_need_padding(algorithm: str, kind: str) -> None:
-    """cuBLASLt requires padding for scales per block if the number of rows is not a multiple of 4. Loops may accumulate."""
+    """cuBLASLt requires padding for scales per block if the number of rows is not a multiple of 4. In a loop, a matmul may accumulate."""
     of_a, of_b = scales_of(kind, M, K, N)
 
     @hw.fusion(

@@ -1,4 +1,4 @@
-"""Slices, concat and pad in whole programs, on every rank of the CPU target, compared with NumPy. Sizes are known only at the call."""
+"""Slices, concat and pad in whole programs, compared with NumPy. Most sizes are known only at the call."""
 
 from __future__ import annotations
 

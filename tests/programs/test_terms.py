@@ -1,4 +1,4 @@
-"""Collectives inside kernels: results on simulated ranks, sizes near the limit, and cases in which NCCL is used."""
+"""Collectives inside kernels: results on the CPU device, sizes near the limit, and cases in which NCCL is used."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_kernels_send_their_results(ranks: int, dtype: DType, product: bool) -> 
 
 
 def test_results_with_one_dim_are_not_sent() -> None:
-    """A vector of such a result may cross the end of a block."""
+    """A vector access to such a result may cross the end of a block."""
     host = lowered(sent(2, width=""))
     assert "launch_reduce_scatter" in str(host)
     assert "sent on" not in str(host)
