@@ -139,7 +139,7 @@ def test_integers_have_no_tolerance() -> None:
 
 
 def test_one_device_computes_the_same_without_communication() -> None:
-    """Every program of the tests runs on one device, with its functions, pipelines and slices. Exported projects use this reference."""
+    """Programs with functions, pipelines and slices also run on one device. Exported projects use this reference."""
     for fusion in (*all_fusions(ranks=4, chunks=3).values(), *more_fusions(ranks=4).values(), *pipelines(ranks=4).values()):
         alone = on_one_device(fusion)
         assert not needs_ranks(fusion)

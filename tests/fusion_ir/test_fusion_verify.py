@@ -1,4 +1,4 @@
-"""One invalid fusion for every rule of the verifier, and the exact message."""
+"""Invalid fusions that the verifier refuses, and the messages."""
 
 from __future__ import annotations
 

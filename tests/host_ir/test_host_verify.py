@@ -1,4 +1,4 @@
-"""One invalid host program for each rule of the verifier, and the exact message."""
+"""Invalid host programs that the verifier refuses, and the exact messages."""
 
 from __future__ import annotations
 

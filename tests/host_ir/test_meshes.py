@@ -122,7 +122,7 @@ def test_results_are_on_the_mesh_of_their_operands() -> None:
 
 
 def test_all_ranks_in_other_axes() -> None:
-    """A mesh with all ranks and different axes has a name. The mesh of the program has no name."""
+    """The type names a mesh with all ranks and different axes. The type does not name the mesh of the program."""
 
     @hw.fusion(mesh=LINE, x=hw.f32["M@dp", "K@tp"].on(Mesh(dp=2, tp=2)), y=hw.f32["M@x"].on(LINE), z=hw.f32["M@x"].on(LINE.ranks(range(4))))
     def f(x, y, z):

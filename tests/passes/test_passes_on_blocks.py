@@ -88,7 +88,6 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 
 
 def test_a_call_joins_no_loop() -> None:
-    """The call may be the only op that uses a streamed communication."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)

@@ -37,13 +37,13 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
     result = replace(fusion, body=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
     try:
         verify_fusion(result)
-    except ProgramError:  # No parameter determines this size.
+    except ProgramError:  # No parameter determines a size of the block.
         return None
     return result
 
 
 def parameter(generator: Generator, value: Value) -> Value:
-    """An input or parameter for a value. A dim whose size is an expression is not sharded."""
+    """Parameter for a value, with a random sharding. A dim whose size is an expression is not sharded."""
     axes = [dim.axes for dim in map(Dim.of, generator.sharded(["M"] * len(value.type.dims)))]
     whole = [size.is_int or str(size) in generator.sizes for size in value.type.shape]
     dims = (Dim(size, own if may else ()) for size, own, may in zip(value.type.shape, axes, whole, strict=True))
@@ -51,7 +51,7 @@ def parameter(generator: Generator, value: Value) -> Value:
 
 
 def is_right(seed: int) -> bool | None:
-    """Returns True if the program of this seed runs, and None if the program has no ops for a block."""
+    """Returns True if the program of this seed runs, False if it is refused, and None if it has no ops for a block."""
     generator = Generator(seed)
     fusion = outlined(generator, generator.fusion())
     return fusion and computes(generator, fusion, seed)

@@ -1,7 +1,7 @@
 """Random programs with extreme sizes, meshes and transports.
 
-Dims have no elements, one element per rank, or fewer elements than ranks. Two meshes have the same ranks. All sizes are symbolic. Programs
-create constants, and functions return views of donated memory.
+Dims may have no elements, one element per rank, or fewer elements than ranks. All meshes of a program have the same ranks. All sizes are
+symbolic. Programs create constants, and functions return views of donated memory.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_a_dim_without_elements_is_refused_in_functions_too(op: Any) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_keeps_its_shard_on_another_mesh(transport: str) -> None:
-    """A tensor moves to a mesh of the same ranks in another order. Some ranks keep their shard. The dim is uneven."""
+    """A tensor moves to a mesh of the same ranks in another order. One rank keeps its shard. The dim is uneven."""
     mesh = hw.Mesh(dp=2, tp=2)
     other = mesh.ranks([3, 0, 2, 1], v=4)
     x = np.arange(30).reshape(5, 2, 3)
@@ -115,7 +115,6 @@ def test_a_rank_keeps_its_shard_on_another_mesh(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_merged_dim_whose_size_the_ranks_do_not_divide(transport: str) -> None:
-    """A merged dim of 30 elements is sharded over 4 ranks. Some of its factors are ints, which are known at compile time."""
     x = np.arange(30).reshape(5, 2, 3)
     merged = hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.i64["K@dp,tp", "N", "M"])(lambda x: hw.reshape(x, -1))
     np.testing.assert_array_equal(hw.compile(merged, options=Options(transport=transport)).run(x), x.ravel())

@@ -23,7 +23,7 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
 MESHES_OF_MOVES: tuple[dict[str, int], ...] = ({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})
-SEEDS = 160  # Number of seeds in the default run. Their programs have all instructions that are not in NOT_MADE.
+SEEDS = 160  # Number of seeds in the default run. The programs of these seeds have all instructions that are not in NOT_MADE.
 
 
 def is_right(seed: int) -> bool:
@@ -187,7 +187,7 @@ def test_random_transposes_in_loops(seeds: range) -> None:
 def contracts_right(seed: int) -> bool:
     """Contractions over several dims that are sharded independently, in loops if possible.
 
-    The result of a contraction is also an operand of another contraction, is returned as a view, or is stacked with its double.
+    The result of a contraction is an operand of an addition, is returned as a view, or is stacked with its double.
     """
     generator = Generator(seed)
     random = generator.random
@@ -221,7 +221,8 @@ def test_random_contractions(seeds: range) -> None:
 
 
 def merges_right(seed: int) -> bool:
-    """Contractions as in `contracts_right`, written as matmuls of reshaped operands. Some have transposes before or after the reshape."""
+    """Contractions as in `contracts_right`, written as matmuls of reshaped operands. The first operand is transposed before or after its
+    reshape."""
     generator = Generator(seed)
     random = generator.random
     k = random.sample(["M", "N", 2, 3], random.randint(2, 3))

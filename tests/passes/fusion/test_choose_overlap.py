@@ -286,7 +286,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_gather_with_another_consumer_is_not_in_the_loop(other: str) -> None:
-    """If another op uses the gathered value, the gather precedes the loop, and a warning is printed."""
+    """The whole gathered value is needed before the loop, or has consumers that cannot share a loop. The gather precedes the loop, and a
+    warning is given."""
     first = "%b: f32[M, K] = matmul(%g, %w)" if other == "comes first" else ""
     before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         {first}

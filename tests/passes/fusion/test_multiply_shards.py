@@ -16,7 +16,7 @@ from hostweave.passes.fusion.multiply_shards import multiply_shards
 from hostweave.pipeline import lower
 from hostweave.types.machine import H200
 
-# A machine with slow links and slow matmuls. For such a machine, the cost model hides even the gathers of small matrices.
+# A machine with slow links and slow matmuls. On this machine, the cost model overlaps even gathers of small matrices.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e9, wave=0.0, launch=1e-6, links=LINKS)
 INPUTS = "%x: bf16[M@x, K], %w: bf16[K, N@x], %v: bf16[N@x, K], %r: bf16[M@x, N], %b: bf16[N]"

@@ -1,4 +1,4 @@
-"""The pass order_stages: simulated time of a pipeline, and results. The order in the program has no effect."""
+"""The pass order_stages: simulated time of a pipeline for two orders in the program, and results."""
 
 from __future__ import annotations
 

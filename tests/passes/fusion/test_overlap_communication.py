@@ -19,8 +19,8 @@ from hostweave.tune.cost import H200, seconds
 FSDP = "%x: bf16[M@x, K], %v: bf16[K@x, N], %w: bf16[N@x, K]"
 SUM = "%x: bf16[M@x, K], %dy: bf16[M@x, N], %w: bf16[N, K]"
 
-# For each name: inputs, and the ops before and after the pass. Dims have 4096 elements. A matmul takes about 100 us, and a gather about 150
-# us.
+# For each name: inputs, and the ops before and after the pass. Named dims have 4096 elements. A matmul takes about 100 us, and a gather
+# about 150 us.
 CASES = {
     "a gather is issued before the matmul that hides it": (
         FSDP,
@@ -50,7 +50,7 @@ CASES = {
         %t: bf16[K] = negative(%s)
         %k: bf16[K] = exp(%m)""",
     ),
-    "a gather is issued before only as much work as it takes to hide it": (
+    "a gather is issued only as early as is needed to hide it": (
         "%x: bf16[M@x, K], %v: bf16[K, K], %w: bf16[K@x, 8]",
         """%a: bf16[M@x, K] = matmul(%x, %v)
         %b: bf16[M@x, K] = matmul(%a, %v)
@@ -202,7 +202,7 @@ def test_times() -> None:
 
 
 def test_a_gather_that_overlaps_with_nothing() -> None:
-    """Such a gather uses copy engines if they are faster than NCCL, and another communication of the program uses copy engines."""
+    """The gather uses copy engines if they are faster than NCCL, and another communication of the program uses copy engines."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)
@@ -213,8 +213,7 @@ def test_a_gather_that_overlaps_with_nothing() -> None:
 
 
 def test_sums_that_kernels_may_add_up() -> None:
-    """All-reduces of small sums stay synchronous if no other communication overlaps. Then kernels can compute the sums. This also holds for
-    functions, if sizes are stated."""
+    """All-reduces of small sums stay synchronous if no other communication overlaps. Then kernels can compute the sums."""
     inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
     ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
         %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)

@@ -344,7 +344,7 @@ def test_kernels_are_fused_across_streams_of_an_earlier_loop() -> None:
     assert "launch @negative_multiply_y %k, %x -> %y\n  join ring" in text
 
 
-# Launches, and the reason why the second launch is not part of the first kernel.
+# For each name: instructions, and the reason why a kernel does not include the next instruction.
 ENDS = {
     "communication": (
         "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nall_reduce sum %h -> %y on x",

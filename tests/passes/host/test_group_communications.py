@@ -176,7 +176,7 @@ def test_a_program_with_groups(ranks: int) -> None:
 
 
 def test_an_unpack_moves_behind_the_next_communication() -> None:
-    """An `unpack` of received data moves after the next communication, unless this communication reads or overwrites the unpacked data."""
+    """A copy that unpacks received data moves after the next communication, unless this communication reads or overwrites the copy."""
     laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
     assert (
         grouped(host(f"{laid}all_reduce sum %b -> %q on x\nlaunch @negative_n %c -> %r"))

@@ -1,4 +1,4 @@
-"""The pass multi_buffer. If each iteration uses one chunk of a buffer, the buffer gets one slot per stream."""
+"""The pass multi_buffer: one slot per stream replaces a buffer if each of its chunks is used on only one stream."""
 
 from __future__ import annotations
 

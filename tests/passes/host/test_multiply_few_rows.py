@@ -21,7 +21,7 @@ def gated(rows: int | str) -> hw.Fusion:
 
 
 def body(rows: int | str) -> list[str]:
-    """Lines of the program with launches, matmuls, conditions, forks, joins and streams."""
+    """Lines with launches, matmuls, conditions, forks, joins and streams that the pass adds."""
     added = [line.removeprefix("+ ") for line in changes(multiply_few_rows, gated(rows)).splitlines() if line.startswith("+ ")]
     return [line for line in added if line.startswith(("launch", "matmul", "if", "fork", "join", "stream"))]
 

@@ -378,7 +378,7 @@ matmul %x, %w -> %a
 """,
     ),
 }
-# In each case, the name states why a result cannot use the memory of its operand. The body does not change.
+# In each case, the name states why memory is not shared. The body does not change.
 APART = {
     "as many streams as iterations": (
         ONE.replace("ring[2]", "ring[4]"),

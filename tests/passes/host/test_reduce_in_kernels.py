@@ -1,4 +1,4 @@
-"""The pass reduce_in_kernels: a small all-reduce becomes part of the kernel that reads its result."""
+"""The pass reduce_in_kernels: a small all-reduce, all-gather or reduce-scatter becomes part of the kernel that reads its result."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: st
     kernel = sources["kernels.cu"].split("_of_terms(")[1]
     assert f"compute({row}())" in kernel
     assert grid in sources["program.cpp"]
-    assert kernel.index("q_ij = row.load(q") < kernel.index("row.reduce")  # No load waits for the reduction.
+    assert kernel.index("q_ij = row.load(q") < kernel.index("row.reduce")  # The load does not wait for the reduction.
 
 
 def test_a_consumer_that_reads_the_block_is_not_fused() -> None:

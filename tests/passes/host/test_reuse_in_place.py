@@ -47,7 +47,7 @@ def test_an_update_after_a_reduction_is_in_place(dtype: hw.DType) -> None:
 
 
 def test_an_operand_that_all_threads_read_is_not_overwritten() -> None:
-    """Every thread reads the scale, so the sum cannot overwrite the scale. The sum is copied to the memory of the scale at the end."""
+    """Many threads read each scale, so no sum can overwrite its scale. The sums are copied to the memory of the scales at the end."""
 
     @hw.fusion(donate={"s": 0}, x=hw.f32["M", "N"], s=hw.f32["M"])
     def update(x: Any, s: Any) -> Any:
