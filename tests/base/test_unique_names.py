@@ -1,4 +1,4 @@
-"""Unique names: numbers that a person would choose."""
+"""Unique names: the number that a repeated name gets."""
 
 from hostweave.base.names import claim_unique
 

@@ -338,7 +338,7 @@ def test_the_least_recently_used_entry_is_evicted_first(monkeypatch: pytest.Monk
     cache.evict(period=60)  # This call evicts nothing, because the last eviction was less than 60 seconds ago.
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     cache.evict()
-    # The entry was used within the last hour, so another build may be about to link it.
+    # Entry a was used within the last hour, so another build may be about to link it.
     assert {entry.path.name for entry in cache.entries()} == {"a"}
 
 

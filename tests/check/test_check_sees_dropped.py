@@ -1,4 +1,4 @@
-"""The static check detects every dropped synchronisation, and its cost is bounded."""
+"""The static check detects each dropped synchronisation of some programs, and its cost is bounded."""
 
 from __future__ import annotations
 

@@ -182,7 +182,8 @@ def permutes(ranks: int, *directions: int) -> Fusion:
 @pytest.mark.parametrize("transport", ["peer", "one_sided"])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_permutes_in_any_direction(ranks: int, transport: str) -> None:
-    """On more than two ranks, a permute in the other direction signals a peer twice without a wait for this peer in between."""
+    """On more than two ranks, a permute in another direction must not signal a peer again before this peer has waited for the previous
+    signal."""
     draw = random.Random(ranks)
     for _ in range(2):
         fusion = permutes(ranks, *draw.choices([1, -1, 2], k=3))
@@ -194,7 +195,8 @@ def test_a_permute_that_begins_before_the_readers_of_the_last_one_are_done() -> 
     lines = str(lower(permutes(3, 1, -1), Options(transport="one_sided"))).splitlines()
     wait = next(number for number, line in enumerate(lines) if "wait_signal" in line and "is read on" in line)
     begin = [number for number, line in enumerate(lines) if " signal " in line and "is ready on" in line][1]
-    moved = [*lines[:wait], *lines[wait + 2 : begin + 1], *lines[wait : wait + 2], *lines[begin + 1 :]]  # with the deallocate
+    # The wait and a deallocate move.
+    moved = [*lines[:wait], *lines[wait + 2 : begin + 1], *lines[wait : wait + 2], *lines[begin + 1 :]]
     with pytest.raises(ProgramError, match=r"is sent again before rank . has waited for the previous signal"):
         check(HostProgram.parse("\n".join(moved)))
 

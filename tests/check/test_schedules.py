@@ -1,7 +1,7 @@
 """Runs mutants with one change in random schedules. A mutant that the check accepts must be correct.
 
-An operation reads its inputs and fills its outputs with NaN when it starts. It writes its outputs when it ends. The caller writes inputs
-and reads outputs on a separate stream. All other memory is NaN before and after the call.
+When an operation starts, it reads its inputs and fills its outputs with NaN. When it ends, it writes its outputs. The caller writes inputs
+and reads outputs on the caller's stream. All other memory is NaN before and after the call.
 """
 
 from __future__ import annotations

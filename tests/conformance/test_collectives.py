@@ -80,7 +80,7 @@ def program(ranks: int) -> HostProgram:
     outputs, body = [], []
     for y, (kind, _, dtype, text) in cases(ranks).items():
         outputs.append(f"%{y}: {dtype}[{ranks * ranks if blocks[kind][1] == 'D' else ranks}@x, N]")
-        body += [f"fill %{y} with 0.0", text]  # Only the root gets a result, so other ranks have zeros.
+        body += [f"fill %{y} with 0.0", text]  # Ranks without a result have zeros.
     text = f"host @collectives({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh(x={ranks}) {{\n" + "\n".join(body) + "\n}\n"
     return host_text.parse(text)
 

@@ -2,9 +2,9 @@
 interpreter equal those of NumPy.
 
 Programs cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
-activations and gathers may precede the products. Epilogues and reductions may follow the products. Elements of inputs are 0, 2^i or 5 *
-2^i, so that a quotient of an element and a scale is not near a tie. Then the reference in f64 and the program in f32 round to the same
-value. Otherwise, a program has `is_rounded`.
+activations and gathers may precede the products. Epilogues and reductions may follow the products. Absolute values of inputs are 0, 2^i or
+5 * 2^i, so that a quotient of an element and a scale is not near a tie. Then the reference in f64 and the program in f32 round to the same
+value. If other values are quantised, a program has `is_rounded`.
 """
 
 from __future__ import annotations

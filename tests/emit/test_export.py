@@ -188,7 +188,8 @@ def test_an_export_overwrites_only_exported_files(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=rf"export: {there} exists and {why}; move it, or choose another folder"):
             with_kernels.export(tmp_path)
         assert there.read_text() == "// mine\n"
-        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # All files belong to this export.
+        # The failed export has changed no file.
+        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()
         if before:
             there.write_bytes(before)
         else:

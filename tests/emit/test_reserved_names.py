@@ -56,7 +56,7 @@ def of_headers() -> set[str]:
 
 @cache
 def macros(*folders: Path) -> frozenset[str]:
-    """Macros that are defined if a program includes all headers of the runtime, and thus all other headers."""
+    """Macros that are defined if a program includes all headers of the runtime, and those in STANDARD."""
     headers = [f"hostweave/{path.name}" for path in (RUNTIME / "include" / "hostweave").glob("*.h")]
     text = "".join(f"#include <{header}>\n" for header in (*headers, *STANDARD))
     command = [str(find_compiler()), "-std=gnu++20", "-dM", "-E", "-x", "c++", *(f"-I{folder}" for folder in folders), "-"]

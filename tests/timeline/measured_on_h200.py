@@ -2,7 +2,7 @@
 
 A key of three numbers is rows x inner dim x columns of one rank. Sequential programs have a collective of NCCL 2.28 and a matmul of cuBLAS.
 A pipeline sends and receives one shard in a group per iteration, on four streams. Only one parameter of the cost model was fitted to these
-times: the slowdown of communication kernels during matmuls. It was fitted to the times of the pipelines.
+times: the slowdown of communication kernels during matmuls. This parameter was fitted to the times of the pipelines.
 """
 
 GATHER = {
@@ -47,5 +47,7 @@ SCATTER_OF_TWO = {
     (128, 3584, 8192): (0, 0.041, 0.041),
     (16, 3584, 8192): (0, 0.031, 0.031),
 }
-LAYER = {8192: 2.916, 2048: 0.815}  # number of tokens -> milliseconds of a sequence-parallel layer of Llama 3 70B, with the chosen loops
-WEIGHTS = {"layers": 3.35, "in sequence": 6.84, "by kernels": 5.11, "by copies": 3.74}  # milliseconds of 8 layers with sharded weights
+# 2 H200: number of tokens -> milliseconds of a sequence-parallel layer of Llama 3 70B, with the chosen loops
+LAYER = {8192: 2.916, 2048: 0.815}
+# 2 H200: milliseconds of 8 layers with sharded weights
+WEIGHTS = {"layers": 3.35, "in sequence": 6.84, "by kernels": 5.11, "by copies": 3.74}

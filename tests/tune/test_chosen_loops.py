@@ -188,7 +188,7 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
-    """`run`, calls of ranks and captured calls then use no loop."""
+    """`run`, calls of ranks and captured calls use no loop for such sizes."""
     random, choices = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, choices=choices))
     given, threads = arrays(), hw.Threads(ranks)
@@ -357,7 +357,7 @@ def why_not(transport: Transport) -> str:
 @pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_DRIVER])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put loops are chosen for one host. Ranks on several hosts, as reported by the ranks or by NCCL, run a variant without these loops.
-    Ranks also do so if one rank loads an older NCCL before channels are created."""
+    Ranks also do so if one rank does not support the transport of these loops."""
     channels, connected = list[str](), Group.connected
 
     def connect(group: Group, member: Any, module: ModuleType, tune: bool) -> Any:
@@ -394,7 +394,8 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an old NCCL, ranks of one process run a variant without chosen puts. Requested puts are an error."""
+    """If the machine does not support one-sided transports, ranks of one process run a variant without chosen puts. Requested puts are an
+    error."""
     chosen = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW))
     stated = hw.compile(layer(2), options=hw.Options(transport="one_sided"))
     monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, by: why_not(by))
