@@ -329,8 +329,8 @@ def _path_components(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """Opens a cached library, and yields a path of the open file, so that nobody can replace the file before the loader reads it. Raises
-    BuildError for a file that other users can write, or that is not the published file."""
+    """Opens a cached file, and yields a path of the open file, so that nobody can replace the file before it is read. Raises BuildError for
+    a file that other users can write, or that is not the published file."""
     with _as_build_error():
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

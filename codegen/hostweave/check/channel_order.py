@@ -24,7 +24,7 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """Last communication that each rank has posted per channel and stream."""
+    """For each rank, channel and stream, the last posted communication that a device may serialise."""
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank

@@ -45,6 +45,7 @@ def check(
     - Memory is freed while it is in use, used after it was freed, or reused before its last use has provably ended.
     - A communication has no match on another rank, or matching communications differ.
     - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.
+    - An index, a slice or a peer is out of range.
     - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.
     - Memory is read before it is written, or a donated input is read after it was overwritten.

@@ -83,7 +83,7 @@ class _Binding:
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
-    """Inputs in order. Each binds the sizes that no earlier input binds."""
+    """Inputs in order. Each input binds those of its symbolic sizes that no earlier input binds."""
     parts = parts_of(program)
     known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
     result = []

@@ -110,7 +110,7 @@ class ProgramContext:
         self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by the `key` of their emitters
         self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # keyed by the arguments of `launched`
         self.temporaries: dict[Begin, Temporary] = {}
-        self.needs_workspace = False  # True if a matmul on the caller's stream needs a workspace of cuBLASLt
+        self.needs_workspace = False  # True if a matmul is on the caller's stream, for which the program allocates a workspace
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
         """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first."""

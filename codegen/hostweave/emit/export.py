@@ -22,7 +22,7 @@ def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     """Renders the generated files, and returns a dict from path to text. Kernels are scheduled for `machine`.
 
     The result has the host IR, the Python binding, and the C++ of the program and of its kernels. Equal programs and machines give the same
-    bytes. Raises ProgramError for an op that has no C++.
+    bytes. Raises ProgramError if the program cannot be emitted, for example because an op has no C++.
     """
     emitted = ProgramSources(program, machine=machine)
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
@@ -36,14 +36,14 @@ def export(
     machine: Machine = H200,
     wheel: Wheel | None = None,
 ) -> None:
-    """Writes a CMake project to `folder`: the library, the sources of the runtime, and a main.cpp that runs, checks and times the program.
-    With `wheel`, `pip wheel` builds a wheel from the project.
+    """Writes a CMake project to `folder`: the library, the sources of the runtime, and a main.cpp that runs and times the program. With
+    `wheel`, `pip wheel` builds a wheel from the project.
 
-    `reference` is a program for one device that does the same computation, or the reason why there is no such program. `dtypes` are the
-    dtypes of the program's values. Kernels of both programs are scheduled for `machine`.
+    `reference` is a program for one device that does the same computation, or the reason why there is no such program. If there is one,
+    main.cpp compares the results. `dtypes` are the dtypes of the program's values. Kernels of both programs are scheduled for `machine`.
 
-    Raises ProgramError for an op that has no C++. Raises ArgumentError if the export would replace or delete a file that was edited, or
-    that no export wrote.
+    Raises ProgramError if the program cannot be emitted. Raises ArgumentError if the export would replace or delete a file that was edited,
+    or that no export wrote.
     """
     emitted = ProgramSources(program, machine)
     alone = reference if isinstance(reference, str) else ProgramSources(reference, machine)

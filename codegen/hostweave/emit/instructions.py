@@ -83,7 +83,8 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Comments with the source lines of the first instruction that does work. A launch has the lines of the kernel's ops."""
+        """Comments with the source lines of the first instruction that does work. A launch has the lines of the kernel's ops if
+        they include its own line."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
@@ -246,8 +247,8 @@ class Emitter:
         return self.planned("MatmulPlan", (name,), made_with, lambda: tuple(map(self.integers.strided, types[:3])))
 
     def planned(self, kind: str, names: Sequence[str], made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
-        """C++ member that holds a plan. Its name is the first of `names` that no other plan has. Instructions with equal arguments share
-        one plan."""
+        """C++ member that holds a plan. Its name is the first of `names` that no other plan has, or `names[0]` with a number. Instructions
+        with equal arguments share one plan."""
         with self.integers.noting() as used:
             plans, key = self.context.plans, (kind, made_with, prepared_with())
         self.context.used_by_plans |= used
@@ -360,7 +361,7 @@ class Emitter:
 
     def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
         """Emits a broadcast in place. The root only reads the buffer, so the C++ may cast away `const`."""
-        number: Expr = Const(0)  # number of the root in the process group
+        number: Expr = Const(0)  # number of this rank in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:
             number = number * channel.mesh.axis_size(axis) + Coordinate(axis)

@@ -93,7 +93,7 @@ class LoopPrinter:
         self.lane = names.of("e", "element of a thread") if loops.width > 1 else ""
         self.row = names.of("row", "shared") if loops.has_rows else ""
         self.closing = self.templates.closing
-        self.starts: dict[str, Size] = {}  # operand of a concat or pad -> its first index in the result
+        self.starts: dict[str, Size] = {}  # dim of an operand of a concat or pad -> its first index in the result
         self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
         if not self.multiplies:
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
@@ -101,7 +101,7 @@ class LoopPrinter:
             self.bounds = self.text(self.templates.bounds) + (f", {int(resident)}" if resident else "")
 
     def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
-        """Fills in the placeholders of a template. `width` is the C++ name of the vector width. `named` maps sizes to replacements."""
+        """Fills in the placeholders of a template. `width` is the C++ of the vector width. `named` maps sizes to replacements."""
         loops = self.ir
         width, number = width if loops.width > 1 else "", loops.index
 
@@ -167,7 +167,7 @@ class LoopPrinter:
         return width | ({"class Index": "Index"} if self.ir.index == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """Condition of each variant, and its arguments for `varied`. The last variant has no condition."""
+        """Condition of each variant, and its arguments for `varied`. The last variant has no condition. Empty if nothing varies."""
         if not self.varied:
             return []
         loops = self.ir
@@ -212,7 +212,7 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, access: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Indices of an element, each with its stride, its dim, and the start of the concat's or pad's operand along this dim."""
+        """Loop indices in the offset of an element, each with its stride, its dim, and the start of a concat's or pad's operand there."""
         loops, parts = self.ir, self.ir.space.parts.get(access, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(access, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]

@@ -234,8 +234,8 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """Text without choices, because their predicted times may differ. Programs with equal code share one build, and ranks may call them
-        together."""
+        """Text without choices, because their predicted times may differ. Builds for one target and machine share an entry of the cache if
+        the code is equal. Ranks may call programs with equal code together."""
         return str(replace(self, choices=()))
 
     @staticmethod
@@ -320,7 +320,8 @@ def _listed(items: Iterable[object]) -> str:
 
 
 def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
-    """Yields names and local types of all parameters, buffers and views. If two bodies define one name, the name appears twice."""
+    """Yields names and local types of parameters, buffers and views, except those of functions. A name that two bodies define appears
+    twice."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.items()
     for instruction in walk(program.body):
@@ -331,5 +332,5 @@ def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
 
 @analysis
 def buffer_types(program: HostProgram) -> dict[str, BufferType]:
-    """Local types of all parameters, buffers and views."""
+    """Local types of parameters, buffers and views, except those of functions."""
     return dict(defined_types(program))

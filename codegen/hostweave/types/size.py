@@ -218,7 +218,7 @@ class Sum:
         return f"({first}{''.join(f' - {-1 * term}' if term.coefficient < 0 else f' + {term}' for term in others)})"
 
 
-Share = CeilDiv | LocalSize  # size of a shard of a dim that may be split unevenly
+Share = CeilDiv | LocalSize  # size or start of a shard of a dim that may be split unevenly
 Atom = str | Share
 Factor = Atom | Sum
 

@@ -51,7 +51,7 @@ class DType:
 
     @property
     def roundoff(self) -> float:
-        """Unit roundoff u: rounding changes x by at most u |x|."""
+        """Unit roundoff u of a float dtype: rounding changes x by at most u |x| if the result is a normal number."""
         return 2.0 ** -(_MANTISSA_BITS[self.name] + 1)
 
     def __str__(self) -> str:

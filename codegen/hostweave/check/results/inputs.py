@@ -32,7 +32,7 @@ def random_inputs(fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions
     return {v.name: _random(random, v.type, sizes, seeds, functions, *roles.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
 
-BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and cached blocks; all checks of a process draw the same numbers
+BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and most cached blocks; all checks of a process draw the same numbers
 
 
 @lru_cache(MAX_BLOCKS)

@@ -29,7 +29,7 @@ class Compute(Instruction):
 
 @dataclass(frozen=True)
 class Matmul(Compute):
-    """dst = activation(scale * a b + accumulate + bias), rounded once. Usually lowered to cublasLtMatmul with an epilogue.
+    """dst = activation(scale * a b + accumulate + bias), rounded once. Usually one call of cublasLtMatmul.
 
     Multiplies the last two dims. Leading dims broadcast as in NumPy. `accumulate` has at most one buffer, with dst's type and layout, and
     may be dst. `bias` has at most one buffer, with one element per column of dst.

@@ -108,7 +108,7 @@ class Checker:
         self.windows.update(self.program.windows)
 
     def memories(self) -> None:
-        """Checks that at most one output reuses each input, and that both have the same dims in any order."""
+        """Checks that only outputs reuse inputs, each input at most once, and that both have the same dtype, mesh and dims in any order."""
         inputs, reused = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"

@@ -122,7 +122,7 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
 
 
 def _one_sided(c: Checker, i: Any, size: int) -> None:
-    """Checks that peers access only memory in windows, and that src and dst fit."""
+    """Checks that peers access only memory in windows, that src and dst fit, and that signal and state exist."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
             c.fail(f"%{outside} is not in a window, so peers cannot reach it: use allocate_window, or write `in window` after a parameter")
