@@ -364,7 +364,7 @@ class Program:
         mark takes about a microsecond. `repetitions` calls follow `warmups` calls, and the report shows the call with the median time.
         `machine` has the figures for the prediction, by default those of the options.
 
-        Raises ArgumentError and ExecutionError as `run` does.
+        Raises ArgumentError and ExecutionError as `run` does, and ProgramError if the prediction is impossible.
 
         Example: `hw.compile(f, target="cuda").timeline(x, w).save("f.html")`.
         """
@@ -401,9 +401,9 @@ class Program:
     def export(self, folder: str | Path, *, wheel: str = "", version: str = "0.1.0") -> None:
         """Writes a CMake project that builds and runs the program without Python, on the CPU or on GPUs.
 
-        The project also has a test that compares the results of all ranks with a computation on one device. With `wheel="cpu"` or "cuda",
-        the folder is also a Python package for this target. `pip wheel` builds a wheel of version `version` from the folder. The wheel does
-        not need Hostweave.
+        The project also has a test that compares the results of all ranks with a computation on one device, if one device can do the
+        computation. With `wheel="cpu"` or "cuda", the folder is also a Python package for this target. `pip wheel` builds a wheel of
+        version `version` from the folder. The wheel does not need Hostweave.
 
         Raises ArgumentError for an unknown `wheel`, and for a folder that cannot be written or has other files with names of the project.
         Raises ProgramError if the program cannot be exported; the message says why.

@@ -2,7 +2,7 @@
 
     hostweave: compiling mlp: 2 of 5, kernels.cu, 3.1 s
 
-There is no progress line if stderr is not a terminal.
+There is no progress line if stderr is not a terminal, or TERM is `dumb`.
 """
 
 import logging

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """True for the same object, and for sequences of the same objects."""
+    """True for the same object, and for a tuple and a sequence of the same objects."""
     if old is new:
         return True
     if not isinstance(old, tuple) or not isinstance(new, Sequence) or len(old) != len(new):

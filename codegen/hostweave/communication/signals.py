@@ -9,7 +9,7 @@ from hostweave.host_ir.expr import Const, Expr
 from hostweave.transports.transport import SIGNALS
 from hostweave.types.size import Size
 
-SIGNAL = 0  # the only signal counter that every one-sided transport supports
+SIGNAL = 0  # the only signal number that all supported versions of the communication library have
 
 
 class Signals:

@@ -83,8 +83,7 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Comments with the source lines of the first instruction that does work. A launch has the lines of the kernel's ops if
-        they include its own line."""
+        """Source lines, as comments, of the first instruction that does work, or of the ops of its kernel if they have its line too."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)

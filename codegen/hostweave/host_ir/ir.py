@@ -320,8 +320,7 @@ def _listed(items: Iterable[object]) -> str:
 
 
 def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
-    """Yields names and local types of parameters, buffers and views, except those of functions. A name that two bodies define appears
-    twice."""
+    """Yields names and local types of parameters, buffers and views, except in functions. A name of two bodies appears twice."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.items()
     for instruction in walk(program.body):

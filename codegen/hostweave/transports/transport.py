@@ -28,8 +28,7 @@ class Transport:
     # dtype that the transport cannot reduce -> dtype for the reduction
     reduced_as: Mapping[str, str] = field(default_factory=dict, compare=False)
     posts_in_group: int = 1  # most calls in one group
-    # Kernels of the transport occupy multiprocessors until the peers arrive. To avoid deadlocks, such channels run one communication after
-    # another.
+    # Kernels of the transport occupy multiprocessors until the peers arrive. So communications of such channels must not run concurrently.
     holds_multiprocessors: bool = False
     is_rendezvous: bool = False  # a communication ends only after all ranks have started it
     registers_arena: bool = False  # ranks access each other's arenas, which are registered with the channel

@@ -201,7 +201,7 @@ def around_attention(machine: Machine, ranks: int, gathered: float, result: floa
 def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, tf32: bool = False) -> dict[str, float]:
     """Predicts the time of each op alone, in seconds, by the name of its result.
 
-    A size that is missing in `sizes` counts as 4096. A view takes no time. A call takes the sum of the times of its ops.
+    A size missing in `sizes` counts as 4096. A view takes no time. A call takes the time of its ops, and a repeat that of all its calls.
     """
     functions: dict[str, float] = {}
     for body in fusion.functions:
