@@ -34,7 +34,7 @@ def table(ops: Mapping[str, OpDef]) -> str:
     for kind, op in ops.items():
         cpp = (
             op.cpp.format(*"abcdef", std=Field("std::{}"), T=Field("T({})"))
-            or op.lane.partition("<")[0]
+            or op.fiber.partition("<")[0]
             or (f"{op.combine.functor}()(total, a)" if op.combine else "")
         )
         texts = (cpp, op.written, kind)

@@ -88,7 +88,7 @@ def layer() -> str:
     for name, events in sorted(found["calls"].items()):
         title = "Hostweave" if name == "ours" else f"PyTorch, {name.removeprefix('torch ')}"
         parts.append(text(10, y + 14, f"{title}: {max(event[3] for event in events) / 1e3:.2f} ms", "title"))
-        lines, height = _lanes(events, y + 24, end)
+        lines, height = _tracks(events, y + 24, end)
         parts += lines
         y += height + 40
     legend = ((10, "a", "computes"), (110, "b", "communicates, or copies between GPUs"))
@@ -100,7 +100,7 @@ def layer() -> str:
     return svg("Timeline of one layer, measured: Hostweave above, PyTorch below", y + 46, parts)
 
 
-def _lanes(events: Sequence[tuple[int, str, float, float]], y: float, end: float) -> tuple[list[str], float]:
+def _tracks(events: Sequence[tuple[int, str, float, float]], y: float, end: float) -> tuple[list[str], float]:
     streams = list(dict.fromkeys(event[0] for event in events))
     left, scale, parts = 90, (WIDTH - 100) / end, list[str]()
     for stream, name, begin, stop in events:
@@ -207,8 +207,8 @@ def pipeline() -> str:
     parts = [text(10, 20, "in sequence", "title"), rect(90, 30, 240, 24, "b"), rect(330, 30, 400, 24, "a")]
     parts += [text(10, 47, "stream", "small"), _on(100, 47, "all_gather x"), _on(340, 47, "x @ w")]
     parts += [text(10, 92, "in a loop: shard i is multiplied while shard i + 1 arrives", "title")]
-    for lane, words in enumerate(("transfers", "matmuls")):
-        parts.append(text(10, 121 + 50 * lane, words, "small"))
+    for track, words in enumerate(("transfers", "matmuls")):
+        parts.append(text(10, 121 + 50 * track, words, "small"))
     for i in range(4):
         begin = 90 + 102 * i
         parts += [rect(begin, 154, 100, 24, "a"), _on(begin + 8, 171, f"x[{i}] @ w")]

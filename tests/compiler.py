@@ -18,7 +18,7 @@ HEADERS = (
     *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "optional", "rank", "streams", "tensor"),
     *("term_exchange", "types", "window"),
 )
-OF_KERNELS = ("kernel", "lanes", "launch", "rows", "terms", "types")
+OF_KERNELS = ("kernel", "fibers", "launch", "rows", "terms", "types")
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 # Disables the special functions of <cmath>. The template instances of these functions would be a third of each kernel file.
 STANDARD = "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n#include <array>\n#include <optional>\n"

@@ -94,7 +94,7 @@ __global__ void compare(const bf16* a, const bf16* b, size_t count, unsigned* la
 }
 
 // ------------------------------------------------------------------------------------------------------------ ranks
-struct Lane {
+struct MatmulStream {
   cudaStream_t stream;
   cublasHandle_t blas;
 };  // a compute stream
@@ -103,8 +103,8 @@ struct Gpu {  // one rank
   int rank, ranks;
   std::vector<std::string> wanted;  // sections and cases to run; all if empty
   ncclComm_t comm;
-  Lane lanes[2];
-  cudaStream_t main, transfers;  // main is the stream of lanes[0]
+  MatmulStream matmul_streams[2];
+  cudaStream_t main, transfers;  // main is the stream of matmul_streams[0]
   cudaEvent_t begin, end, link;
   bf16 *plain, *window;  // each case defines the layout of this memory; the window has the same layout on all ranks
   ncclWindow_t handle;
@@ -121,15 +121,15 @@ struct Gpu {  // one rank
 };
 
 void open_streams(Gpu& gpu) {
-  for (Lane& lane : gpu.lanes) {
+  for (MatmulStream& on : gpu.matmul_streams) {
     void* workspace;  // explicit, so that cuBLAS does not allocate during a capture
     CHECK_CUDA(cudaMalloc(&workspace, kBlasWorkspace));
-    CHECK_CUDA(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking));
-    CHECK_CUBLAS(cublasCreate(&lane.blas));
-    CHECK_CUBLAS(cublasSetStream(lane.blas, lane.stream));
-    CHECK_CUBLAS(cublasSetWorkspace(lane.blas, workspace, kBlasWorkspace));
+    CHECK_CUDA(cudaStreamCreateWithFlags(&on.stream, cudaStreamNonBlocking));
+    CHECK_CUBLAS(cublasCreate(&on.blas));
+    CHECK_CUBLAS(cublasSetStream(on.blas, on.stream));
+    CHECK_CUBLAS(cublasSetWorkspace(on.blas, workspace, kBlasWorkspace));
   }
-  gpu.main = gpu.lanes[0].stream;
+  gpu.main = gpu.matmul_streams[0].stream;
   CHECK_CUDA(cudaStreamCreateWithPriority(&gpu.transfers, cudaStreamNonBlocking, -100));  // clamped to the highest
   for (cudaEvent_t* event : {&gpu.begin, &gpu.end}) CHECK_CUDA(cudaEventCreate(event));
   CHECK_CUDA(cudaEventCreateWithFlags(&gpu.link, cudaEventDisableTiming));
@@ -155,16 +155,16 @@ void order(Gpu& gpu, cudaStream_t earlier, cudaStream_t later) {
   CHECK_CUDA(cudaStreamWaitEvent(later, gpu.link));
 }
 void fork_streams(Gpu& gpu) {
-  for (auto s : {gpu.transfers, gpu.lanes[1].stream}) order(gpu, gpu.main, s);
+  for (auto s : {gpu.transfers, gpu.matmul_streams[1].stream}) order(gpu, gpu.main, s);
 }
 void join_streams(Gpu& gpu) {
-  for (auto s : {gpu.transfers, gpu.lanes[1].stream}) order(gpu, s, gpu.main);
+  for (auto s : {gpu.transfers, gpu.matmul_streams[1].stream}) order(gpu, s, gpu.main);
 }
 
 // y[m, n] = x[m, k] @ w[k, n] + beta * y. cuBLAS is column-major and sees transposes, so the factors are swapped.
-void matmul(const Lane& lane, int m, int n, int k, const bf16* x, const bf16* w, bf16* y, float beta = 0) {
+void matmul(const MatmulStream& on, int m, int n, int k, const bf16* x, const bf16* w, bf16* y, float beta = 0) {
   const float alpha = 1;
-  CHECK_CUBLAS(cublasGemmEx(lane.blas, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &alpha, w, CUDA_R_16BF, n, x, CUDA_R_16BF, k, &beta, y,
+  CHECK_CUBLAS(cublasGemmEx(on.blas, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &alpha, w, CUDA_R_16BF, n, x, CUDA_R_16BF, k, &beta, y,
                             CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
 }
 

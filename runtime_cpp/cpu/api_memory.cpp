@@ -50,8 +50,8 @@ cudaError_t release(void* pointer, bool is_host, const char* name) {
     machine.wait_for_running_work(call.lock);
   } else if (machine.checking()) {
     auto clock = std::make_shared<Clock>(*machine.host_clock(device));
-    const std::size_t lane = machine.host_lane(device);
-    History::Access access{lane, clock->tick(lane), {what.device, 0, name, "", 0, this_thread().place}};
+    const std::size_t actor = machine.host_actor(device);
+    History::Access access{actor, clock->tick(actor), {what.device, 0, name, "", 0, this_thread().place}};
     machine.host_clock(device) = clock;
     const Range range = write_of(pointer, what.bytes);
     if (const auto conflict = machine.history.note({range}, access, *clock)) {

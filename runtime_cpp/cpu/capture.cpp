@@ -29,7 +29,7 @@ int is_destroyed(Event* event, const char* does) {
 
 void join(const std::shared_ptr<Capture>& capture, Stream& stream) {
   stream.capture = capture;
-  stream.capture_lane = capture->streams.size();
+  stream.index_in_capture = capture->streams.size();
   capture->streams.push_back(&stream);
 }
 
@@ -50,9 +50,9 @@ std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue) {
   if (!stream.capture) return std::nullopt;
   Capture& capture = *stream.capture;
   if (capture.invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has invalidated the capture");
-  capture.nodes.push_back({stream.capture_lane, std::move(enqueue), this_thread().place, {}});
+  capture.nodes.push_back({stream.index_in_capture, std::move(enqueue), this_thread().place, {}});
   Node& node = capture.nodes.back();
-  const auto [last, is_first] = capture.last.try_emplace(node.lane);
+  const auto [last, is_first] = capture.last.try_emplace(node.stream);
   if (!is_first) node.after.push_back(last->second);
   last->second = capture.nodes.size() - 1;
   return cudaSuccess;
@@ -93,7 +93,7 @@ std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool ext
     return 0;
   });
   event.capture = stream.capture;
-  event.node = stream.capture->last[stream.capture_lane];
+  event.node = stream.capture->last[stream.index_in_capture];
   return added;
 }
 
@@ -234,8 +234,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
   Call call;
   *exec = new CUgraphExec_st{graph->nodes, {nullptr}, nullptr};
-  for (std::size_t lane = 1; lane < graph->lanes; ++lane)
-    (*exec)->lanes.push_back(Machine::get().create_stream(cudaStreamNonBlocking));
+  for (std::size_t i = 1; i < graph->streams; ++i)
+    (*exec)->internal_streams.push_back(Machine::get().create_stream(cudaStreamNonBlocking));
   return cudaSuccess;
 }
 
@@ -256,7 +256,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   bool as_one_queue = false;
   for (const std::size_t i : order_of_launch(exec->nodes, as_one_queue)) {
     const Node& node = exec->nodes[i];
-    Stream& on = node.lane == 0 || as_one_queue ? *stream : *exec->lanes[node.lane];
+    Stream& on = node.stream == 0 || as_one_queue ? *stream : *exec->internal_streams[node.stream];
     if (const cudaError_t result = launch_node(call.lock, node, on, launched)) return result;
     launched[i] = on.last;
     for (std::uint64_t* mark : node.marks) mark_op(*on.last, mark);
@@ -271,7 +271,7 @@ cudaError_t hw_cpu_milestone(cudaStream_t handle, std::uint64_t* word) {
   Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "hw_cpu_milestone");
   if (const auto& capture = stream->capture) {
-    if (const auto last = capture->last.find(stream->capture_lane); last != capture->last.end())
+    if (const auto last = capture->last.find(stream->index_in_capture); last != capture->last.end())
       capture->nodes[last->second].marks.push_back(word);
   } else if (stream->last) {
     mark_op(*stream->last, word);
@@ -288,8 +288,8 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
   Call call;
-  for (Stream* lane : exec->lanes) {
-    if (lane) Machine::get().destroy_stream(lane);
+  for (Stream* stream : exec->internal_streams) {
+    if (stream) Machine::get().destroy_stream(stream);
   }
   delete exec;
   return cudaSuccess;

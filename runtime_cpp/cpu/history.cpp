@@ -35,7 +35,7 @@ std::optional<History::Conflict> History::note_piece(std::uintptr_t begin, std::
                                                      const Clock& clock) {
   std::optional<Conflict> found;
   const auto unknown = [&](const Access& earlier) {
-    return earlier.lane != access.lane && clock.at(earlier.lane) < earlier.epoch;
+    return earlier.actor != access.actor && clock.at(earlier.actor) < earlier.epoch;
   };
   auto it = split_at(begin);
   split_at(end);
@@ -54,8 +54,8 @@ std::optional<History::Conflict> History::note_piece(std::uintptr_t begin, std::
       segment.write = access;
       segment.reads.clear();
     } else {
-      const auto same =
-          std::find_if(segment.reads.begin(), segment.reads.end(), [&](const Access& read) { return read.lane == access.lane; });
+      const auto same = std::find_if(segment.reads.begin(), segment.reads.end(),
+                                     [&](const Access& read) { return read.actor == access.actor; });
       if (same == segment.reads.end()) {
         segment.reads.push_back(access);
       } else {
@@ -70,7 +70,7 @@ std::optional<History::Conflict> History::note_piece(std::uintptr_t begin, std::
     auto last = std::prev(it);
     auto first = last;
     while (first != segments_.begin() && std::prev(first)->second.end == first->first && std::prev(first)->second.reads.empty() &&
-           std::prev(first)->second.write && std::prev(first)->second.write->lane == access.lane &&
+           std::prev(first)->second.write && std::prev(first)->second.write->actor == access.actor &&
            std::prev(first)->second.write->epoch == access.epoch) {
       --first;
     }

@@ -103,11 +103,11 @@ void Machine::drop_queues() {
 
 // --- streams
 
-std::size_t Machine::new_lane() {
-  if (free_lanes_.empty()) return lanes_++;
-  const std::size_t lane = free_lanes_.back();
-  free_lanes_.pop_back();
-  return lane;
+std::size_t Machine::new_actor() {
+  if (free_actors_.empty()) return actors_++;
+  const std::size_t actor = free_actors_.back();
+  free_actors_.pop_back();
+  return actor;
 }
 
 Stream& Machine::new_stream(int device, int number) {
@@ -115,7 +115,7 @@ Stream& Machine::new_stream(int device, int number) {
   Stream& stream = *owner;
   stream.device = device;
   stream.number = number;
-  stream.lane = new_lane();
+  stream.actor = new_actor();
   streams_.emplace(&stream, std::move(owner));
   by_device_[device].push_back(&stream);
   return stream;
@@ -153,8 +153,8 @@ void Machine::destroy_stream(Stream* stream) {
 void Machine::retire(Stream& stream) {
   std::erase(by_device_[stream.device], &stream);
   host_side(stream.device).retired.join(stream.clock);
-  free_lanes_.push_back(stream.lane);
-  std::erase_if(posted_[stream.device], [&](const auto& entry) { return entry.first.second == stream.lane; });
+  free_actors_.push_back(stream.actor);
+  std::erase_if(posted_[stream.device], [&](const auto& entry) { return entry.first.second == stream.actor; });
   streams_.erase(&stream);
 }
 
@@ -171,7 +171,7 @@ std::vector<OpPtr> Machine::tails(int device) {
 
 Machine::HostSide& Machine::host_side(int device) {
   auto it = hosts_.find(device);
-  if (it == hosts_.end()) it = hosts_.emplace(device, HostSide{new_lane(), std::make_shared<Clock>(), {}}).first;
+  if (it == hosts_.end()) it = hosts_.emplace(device, HostSide{new_actor(), std::make_shared<Clock>(), {}}).first;
   return it->second;
 }
 
@@ -316,8 +316,8 @@ void Machine::begin(Stream& stream, Op& op) {
       const auto reached = turn.count->clocks.lower_bound(turn.number);
       if (reached != turn.count->clocks.end()) stream.clock.join(*reached->second);
     }
-    const std::uint32_t epoch = stream.clock.tick(stream.lane);
-    if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
+    const std::uint32_t epoch = stream.clock.tick(stream.actor);
+    if (const auto conflict = history.note(op.ranges, {stream.actor, epoch, op.name}, stream.clock)) {
       const bool ours = memory.find(conflict->range.begin) != nullptr;
       // Accesses of two ranks to ordinary host memory are no conflict. malloc may give the same memory to one rank after the
       // other.
@@ -345,11 +345,11 @@ std::optional<OpName> Machine::over_another_channel(const Stream& stream, const 
   for (const Part& part : op.parts) {
     if (!part.match->is_shared()) continue;
     for (const auto& [where, access] : posted) {
-      const auto& [process_group, lane] = where;
-      if (!found && process_group != part.match->process_group && lane != stream.lane && stream.clock.at(lane) < access.epoch)
+      const auto& [process_group, actor] = where;
+      if (!found && process_group != part.match->process_group && actor != stream.actor && stream.clock.at(actor) < access.epoch)
         found = access.name;
     }
-    posted.insert_or_assign({part.match->process_group, stream.lane}, History::Access{stream.lane, epoch, op.name});
+    posted.insert_or_assign({part.match->process_group, stream.actor}, History::Access{stream.actor, epoch, op.name});
   }
   return found;
 }

@@ -11,7 +11,7 @@ from hostweave.check.results import field
 from hostweave.check.results.arithmetic import MULTIPLICATIVE_EXP, RANDOM_EXP
 from hostweave.check.results.dual import Dual
 from hostweave.check.results.field import PRIME
-from hostweave.check.results.lanes import Exact, NeedsSingleLane, Real, apply
+from hostweave.check.results.samples import Exact, NeedsSingleSample, Real, apply
 
 RANDOM = np.random.default_rng(5)
 
@@ -70,7 +70,7 @@ def test_exp_of_a_field_element_is_a_random_function() -> None:
 
 def test_sets_of_inputs_are_computed_separately_if_a_value_is_read() -> None:
     x, at = Exact(np.arange(6).reshape(2, 3)), Exact(np.array([0, 2]))
-    with pytest.raises(NeedsSingleLane):
+    with pytest.raises(NeedsSingleSample):
         int(at)
     taken = apply(lambda x, at: x[int(at) :][:1], x, at)
     assert taken.value.tolist() == [[0], [5]]

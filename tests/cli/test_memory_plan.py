@@ -75,7 +75,7 @@ class Buffer:
     bytes."""
 
     bytes: int
-    lane: tuple[str, int] | None = None  # stream that owns the buffer
+    owner: tuple[str, int] | None = None  # stream that owns the buffer
     uses: list[list[int]] = field(default_factory=list)
 
     def end(self, now: int, joined: int = FOREVER) -> None:
@@ -86,7 +86,7 @@ class Buffer:
 def may_share(a: Buffer, b: Buffer) -> bool:
     pairs = (((one, a, other), (other, b, one)) for one in a.uses for other in b.uses)
     ordered = (pair[0] if pair[0][0][0] <= pair[1][0][0] else pair[1] for pair in pairs)
-    return all(use[1] <= later[0] and (of.lane is None or a.lane == b.lane or use[2] <= later[0]) for use, of, later in ordered)
+    return all(use[1] <= later[0] and (of.owner is None or a.owner == b.owner or use[2] <= later[0]) for use, of, later in ordered)
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:
@@ -129,7 +129,7 @@ def test_no_two_in_use_at_once_overlap() -> None:
             if kind == "join":
                 events.join(pool or "ring")
                 for buffer in buffers:
-                    if buffer.lane and buffer.lane[0] == (pool or "ring"):
+                    if buffer.owner and buffer.owner[0] == (pool or "ring"):
                         buffer.end(now, now)
             elif kind == "free":
                 events.free(own)

@@ -17,8 +17,8 @@ from hostweave.check.results.arithmetic import MULTIPLICATIVE_EXP, RANDOM_EXP, f
 from hostweave.check.results.field import PRIME
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.inputs import random_inputs
-from hostweave.check.results.lanes import Lanes, Real, apply
 from hostweave.check.results.ranks import REDUCTIONS
+from hostweave.check.results.samples import Real, Samples, apply
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.fusion_ir.ops.definition import bound_attributes
@@ -88,11 +88,11 @@ class Case:
     operands: tuple[list[Any], list[Any]]
     functions: Functions
 
-    def run(self, operands: Sequence[Any], shape: tuple[int, ...] | None = None, op: Op | None = None) -> Lanes:
+    def run(self, operands: Sequence[Any], shape: tuple[int, ...] | None = None, op: Op | None = None) -> Samples:
         op = op or self.op
         whole = tuple(size.bind(SIZES) for size in op.result.type.shape)
         stated = OPS[op.kind].stated_type(lambda: shape or whole, computing_dtype(op.result.type.dtype))
-        result: Lanes = apply(partial(function_of(op), self.functions, **bound_attributes(op, SIZES), **stated), *operands)
+        result: Samples = apply(partial(function_of(op), self.functions, **bound_attributes(op, SIZES), **stated), *operands)
         return result
 
 
@@ -123,7 +123,7 @@ def only(fusion: Fusion, kind: str, functions: Functions = RANDOM_EXP) -> Case:
     return next(case for case in cases(fusion, functions) if case.op.kind == kind)
 
 
-def same(x: Lanes, y: Lanes) -> bool:
+def same(x: Samples, y: Samples) -> bool:
     return x.shape == y.shape and not x.differs(y).any()
 
 
@@ -135,15 +135,15 @@ LINEAR = [kind for kind, op in OPS.items() if op.linear]
 @pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind in FUSIONS])
 def test_linear(kind: str) -> None:
     case = of_kind(kind)
-    if isinstance(case.operands[0][0], Real) or not isinstance(case.operands[0][0], Lanes):
+    if isinstance(case.operands[0][0], Real) or not isinstance(case.operands[0][0], Samples):
         expect_linear(case, OPS[kind].linear)
 
 
 def expect_linear(case: Case, fact: str) -> None:
     add, (xs, ys) = case.functions.add, case.operands
-    shape = next(x.value.shape for x in xs if isinstance(x, Lanes))
+    shape = next(x.value.shape for x in xs if isinstance(x, Samples))
     zero = np.zeros(shape)
-    xs, ys = ([x if isinstance(x, Lanes) else other(Real.of(zero[None])[0]) for x in of] for of in (xs, ys))
+    xs, ys = ([x if isinstance(x, Samples) else other(Real.of(zero[None])[0]) for x in of] for of in (xs, ys))
     ys = [other(y) if isinstance(y, Real) else y for y in ys]  # Operands differ even if one value is used twice.
     with np.errstate(all="ignore"):
         if fact == "first":
@@ -196,8 +196,8 @@ def expect_shared(case: Case) -> int:
     return tried
 
 
-def combine(functions: Functions, reduction: str) -> Callable[..., Lanes]:
-    result: Callable[..., Lanes] = getattr(functions, REDUCTIONS[reduction])
+def combine(functions: Functions, reduction: str) -> Callable[..., Samples]:
+    result: Callable[..., Samples] = getattr(functions, REDUCTIONS[reduction])
     return result
 
 

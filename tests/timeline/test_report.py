@@ -83,16 +83,16 @@ def test_the_picture_is_xml_with_one_box_per_event(report: Report) -> None:
     assert {"rank 0, caller", "rank 1, puts[0]", "matmul y_2_i", "0 us"} <= by_name
 
 
-def test_boxes_of_one_lane_do_not_overlap(report: Report) -> None:
+def test_boxes_of_one_track_do_not_overlap(report: Report) -> None:
     root = ElementTree.fromstring(report.svg())
-    lanes: dict[str, list[tuple[float, float]]] = {}
+    tracks: dict[str, list[tuple[float, float]]] = {}
     for box in root.iter(f"{SVG}rect"):
         if "compute" in box.get("class", ""):
             x = float(box.get("x", 0))
-            lanes.setdefault(box.get("y", ""), []).append((x, x + float(box.get("width", 0))))
-    # Each rank has two lanes: the stream of the loop's matmuls, and the caller's stream with the kernel after the loop.
-    assert len(lanes) == 4
-    for spans in lanes.values():
+            tracks.setdefault(box.get("y", ""), []).append((x, x + float(box.get("width", 0))))
+    # Each rank has two tracks: the stream of the loop's matmuls, and the caller's stream with the kernel after the loop.
+    assert len(tracks) == 4
+    for spans in tracks.values():
         assert all(end <= start + 0.02 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
 
 

@@ -44,7 +44,7 @@ class Iteration:
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # kept indices, in the order of the last result's dims
     reduced: tuple[str, ...]
-    lanes: dict[str, int]  # value -> its dim without a loop: data indexes the dim, or an op needs the whole dim
+    fibers: dict[str, int]  # value -> its dim without a loop: data indexes the dim, or an op needs the whole dim
     parts: dict[str, dict[str, str]]  # value -> index -> name of the part
     joined: dict[str, tuple[tuple[Span, ...], ...]]  # result of a concat or pad -> ranges of every operand
 
@@ -116,61 +116,61 @@ def _iteration(kernel: Kernel) -> Iteration:
         if (begin := OPS[op.kind].parts)
         for pair in zip(op.tensors, begin(operand_types(op, types), op), strict=True)
     ]
-    lanes, walked = _walked(kernel, types, shared)
+    fibers, walked = _walked(kernel, types, shared)
     for op, name, starts in joined:
         for i in starts:
             walked.update(((name, i), (op.result.name, i)))
             shared.contain((name, i), (op.result.name, i))
     update = _update_of(kernel)
-    _check_lanes(kernel, lanes, walked)
-    sizes, indices, parts = _labelled(types, lanes, shared, update)
+    _check_fibers(kernel, fibers, walked)
+    sizes, indices, parts = _labelled(types, fibers, shared, update)
     spans: dict[str, tuple[tuple[Span, ...], ...]] = {}
     for op, name, starts in joined:
         made = op.result.name
         ends = {i: start + types[name].shape[i] for i, start in starts.items()}
         found = (Span(i, indices[made][i], shared.part((name, i)), shared.part((made, i)), start, ends[i]) for i, start in starts.items())
         spans[made] = (*spans.get(made, ()), tuple(found))
-    return _checked(Iteration(sizes, indices, (), (), lanes, parts, spans), kernel)
+    return _checked(Iteration(sizes, indices, (), (), fibers, parts, spans), kernel)
 
 
 def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
     """Joins dims that share an index. Returns the dims without a loop, by value, and all other dims that ops have."""
-    lanes: dict[str, int] = {}
+    fibers: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:
         if op.operands:
             groups, unwalked = _joined(op, types)
-            if twice := next((name for name, dim in unwalked.items() if lanes.get(name, dim) != dim), None):
+            if twice := next((name for name, dim in unwalked.items() if fibers.get(name, dim) != dim), None):
                 raise NotOneKernel(f"%{twice} is read at data-dependent positions along two dims")
-            lanes |= unwalked
+            fibers |= unwalked
             for dims in groups:
                 walked.update(dims)
                 shared.join(dims)
-    return lanes, walked
+    return fibers, walked
 
 
-def _check_lanes(kernel: Kernel, lanes: dict[str, int], walked: set[DimOfValue]) -> None:
+def _check_fibers(kernel: Kernel, fibers: dict[str, int], walked: set[DimOfValue]) -> None:
     """Raises NotOneKernel if an op on whole rows shares the kernel with other ops, except the iota of a scatter.
 
-    Also raises NotOneKernel if a loop iterates over a dim of `lanes`. A value in `lanes` must be an input, the result of an op on whole
+    Also raises NotOneKernel if a loop iterates over a dim of `fibers`. A value in `fibers` must be an input, the result of an op on whole
     rows, or an iota that is not a result of the kernel.
     """
-    whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].lane}
+    whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].fiber}
     for name, operands in whole.items():
         *others, rows = operands
-        is_alone = rows not in others and kernel.made.keys() <= {name, rows} and OPS[kernel.made[name].kind].parts_lanes
+        is_alone = rows not in others and kernel.made.keys() <= {name, rows} and OPS[kernel.made[name].kind].parts_fibers
         if len(kernel.ops) > 1 and not is_alone:
             raise NotOneKernel(f"%{name} needs all elements along a dim at once")
     written = {result.name for result in kernel.results}
     numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # A result needs loops over all its dims.
     apart = numbers | {*whole, *(p.name for p in kernel.inputs)}
-    for name, dim in lanes.items():
+    for name, dim in fibers.items():
         if (name, dim) in walked or name not in apart:
             raise NotOneKernel(f"%{name} is read at data-dependent positions")
 
 
 def _labelled(
-    types: Mapping[str, TensorType], lanes: dict[str, int], shared: _Dims, update: Op | None
+    types: Mapping[str, TensorType], fibers: dict[str, int], shared: _Dims, update: Op | None
 ) -> tuple[dict[str, Size], dict[str, Labels], dict[str, dict[str, str]]]:
     """Size of each index, indices of each value's dims, and `parts` of the Iteration."""
     sizes: dict[str, Size] = {}
@@ -183,7 +183,7 @@ def _labelled(
             continue
         own: list[str | None] = []
         for i, size in enumerate(type.shape):
-            index = None if size == ONE or lanes.get(name) == i else _label(shared.outermost((name, i)))
+            index = None if size == ONE or fibers.get(name) == i else _label(shared.outermost((name, i)))
             own.append(index)
             if index is not None and (part := shared.part((name, i))):
                 parts.setdefault(name, {})[index] = part
@@ -215,14 +215,14 @@ def _joined_dims(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[Dim
     if walked.outer:
         raise NotOneKernel(f"%{op.result.name} splits or merges dims")
     by_label: dict[str, list[DimOfValue]] = {}
-    lanes: dict[str, int] = {}
+    fibers: dict[str, int] = {}
     for name, labels in zip((*op.operands, op.result.name), (*walked.operands, walked.result), strict=True):
         for i, label in enumerate(labels):
             if label in walked.unwalked and isinstance(name, str):
-                lanes[name] = i
+                fibers[name] = i
             elif label is not None and isinstance(name, str):
                 by_label.setdefault(label, []).append((name, i))
-    return list(by_label.values()), lanes
+    return list(by_label.values()), fibers
 
 
 def _update_of(kernel: Kernel) -> Op | None:
@@ -319,7 +319,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     if update is not None:
         return read.name == update.tensors[0]
     same = (
-        read.name not in (*walked.lanes, *walked.parts)
+        read.name not in (*walked.fibers, *walked.parts)
         and read.type.shape == written.type.shape
         and walked.indices[read.name] == walked.indices[written.name]
     )

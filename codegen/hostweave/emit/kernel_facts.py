@@ -53,7 +53,7 @@ class KernelFacts:
             *(size for buffer in self.lies.values() for sizes in self.extent(buffer) for size in sizes),
             *self.kernel.sizes,
             *(size for dim in self.ir.dims for size in (dim.size, *dim.strides)),
-            *(size for lane in self.ir.lanes.values() for size in (lane.size, lane.stride)),
+            *(size for fiber in self.ir.fibers.values() for size in (fiber.size, fiber.stride)),
             *(self.types[op.tensors[1]].shape[0] for op in self.ops if OPS[op.kind].counts),
             *(end for operands in self.walked.joined.values() for spans in operands for span in spans for end in (span.start, span.end)),
         )
@@ -89,12 +89,12 @@ class KernelFacts:
             self.ir.index,
             *(values[name] for name in self.ir.held),
         )
-        lanes = tuple((values[name], lane, of(self.types[name].shape[lane])) for name, lane in self.walked.lanes.items())
+        fibers = tuple((values[name], fiber, of(self.types[name].shape[fiber])) for name, fiber in self.walked.fibers.items())
         return (
             tuple(map(of_op, self.ir.kernel.ops)),
             tuple((self.types[name].dtype, name in self.ir.outside) for name in self.ir.inputs),
             tuple(values[name] for name in self.results),
-            *(dims, len(self.ir.kept), walks, chosen, lanes, self.kernel.receivers),
+            *(dims, len(self.ir.kept), walks, chosen, fibers, self.kernel.receivers),
             tuple(map(of, self.used_sizes)),
         )
 
@@ -118,22 +118,22 @@ class KernelFacts:
         dtype, template, operands = self.types[op.tensors[-1]].dtype, self.template(op), tuple(operands)
         return operands[0] if template == "{0}" else template.format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
-    def lane_size(self, name: str) -> Size:
-        """Size of a value's lane, the dim without a loop."""
-        return self.types[name].shape[self.walked.lanes[name]]
+    def fiber_size(self, name: str) -> Size:
+        """Size of a value's fiber, the dim without a loop."""
+        return self.types[name].shape[self.walked.fibers[name]]
 
-    def size_of_lane(self, name: str) -> str:
-        return self.loops.integers.factor(self.lane_size(name))
+    def size_of_fiber(self, name: str) -> str:
+        return self.loops.integers.factor(self.fiber_size(name))
 
     def first_row(self, rows: str) -> str:
         """C++ for the index of this rank's first row. Empty if this is 0."""
         if rows in self.pointers:
-            return f"hw::first({self.pointers[rows]}, {self.size_of_lane(rows)})"
+            return f"hw::first({self.pointers[rows]}, {self.size_of_fiber(rows)})"
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
 
     def jump(self, index: str, name: str) -> str:
-        """C++ for the offset of `index` along the lane of an input."""
-        stride = self.ir.lanes[name].stride
+        """C++ for the offset of `index` along the fiber of an input."""
+        stride = self.ir.fibers[name].stride
         return index if stride == ONE else f"{index} * {self.loops.integers.factor(stride)}"
 
     def used(self, op: Op) -> Iterator[str]:

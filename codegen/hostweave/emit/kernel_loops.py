@@ -37,8 +37,8 @@ _OF_ROW = Templates(
     leader_if="{row}.first_thread()",
     bounds="{threads}",
 )
-_OF_BLOCK_LANES = Templates(
-    "for (int64_t {element} : hw::BlockLanes::of({count}))", "hw::grid_of_rows({count}, {length})", bounds="hw::kRowThreads"
+_OF_BLOCK_FIBERS = Templates(
+    "for (int64_t {element} : hw::BlockFibers::of({count}))", "hw::grid_of_rows({count}, {length})", bounds="hw::kRowThreads"
 )
 TEMPLATES = {
     ir.BY_THREAD: Templates("for ({number} {element} : hw::over_grid{walk}({count}))", "hw::grid_of_elements{width}({count})"),
@@ -68,12 +68,12 @@ TEMPLATES = {
         leader_if="{element}.stores()",
         bounds="{threads}",
     ),
-    ir.BY_LANES: Templates("for (int64_t {element} : hw::Lanes::of({count}))", "hw::grid_of_elements({count})"),
-    ir.BY_LANE_PARTS: Templates(
-        "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({lanes} * hw::kLaneParts)"
+    ir.BY_FIBERS: Templates("for (int64_t {element} : hw::Fibers::of({count}))", "hw::grid_of_elements({count})"),
+    ir.BY_FIBER_PARTS: Templates(
+        "for (const hw::FiberPart {element} : hw::FiberParts{{{count}}})", "hw::grid_of_elements({fibers} * hw::kFiberParts)"
     ),
-    ir.BY_BLOCK_LANES: _OF_BLOCK_LANES,
-    ir.BY_CLUSTER_LANES: replace(_OF_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
+    ir.BY_BLOCK_FIBERS: _OF_BLOCK_FIBERS,
+    ir.BY_CLUSTER_FIBERS: replace(_OF_BLOCK_FIBERS, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
 ALL_REGISTERS = 1024  # size of a block that may use all registers of a multiprocessor
 
@@ -90,7 +90,7 @@ class LoopPrinter:
         self.integers = _with_outermost(loops, integers, names)
         self.names = {dim: Word(names.of(letter, "index")) for dim, letter in loops.letters().items()}
         self.element = self.names[loops.kept[0]] if len(loops.kept) == 1 else Word(names.of("element", "index"))
-        self.lane = names.of("e", "element of a thread") if loops.width > 1 else ""
+        self.vector_index = names.of("e", "element of a thread") if loops.width > 1 else ""
         self.row = names.of("row", "shared") if loops.has_rows else ""
         self.closing = self.templates.closing
         self.starts: dict[str, Size] = {}  # dim of an operand of a concat or pad -> its first index in the result
@@ -114,13 +114,13 @@ class LoopPrinter:
             count=size(loops.count),
             clusters=size(loops.count, Size(loops.blocks)),
             cluster=f", {loops.blocks}" if loops.blocks > 1 else "",
-            lanes=self.integers.first_factor(loops.count.replaced(named)),
+            fibers=self.integers.first_factor(loops.count.replaced(named)),
             number=number,
             walk=walk and f"<{walk}>",
             together=size(loops.count, Size(loops.threads)),
             index=self.names[loops.reduced[-1]] if loops.reduced else "",
             length=size(loops.length) if loops.length else "",
-            ordered=size(loops.lanes[ir.stored(loops.results[0])].size) if loops.takes_lanes else "",
+            ordered=size(loops.fibers[ir.stored(loops.results[0])].size) if loops.takes_fibers else "",
             row=self.row,
             threads=loops.threads,
             width=width and f"<{width}>",
@@ -221,11 +221,11 @@ class LoopPrinter:
             terms = [(self.element, ONE, loops.kept[-1], moved), *terms[len(loops.kept) :]]
         return [term for term in terms if term[1] != ir.ZERO]
 
-    def terms(self, access: str, lane: str = "") -> list[tuple[str, Size]]:
-        """Terms (index, stride) of the offset of an element. The offset of a vector is that of its first element, or of element `lane`."""
+    def terms(self, access: str, vector_index: str = "") -> list[tuple[str, Size]]:
+        """Terms (index, stride) of the offset of an element. The offset of a vector is that of its first element, or of element `vector_index`."""
 
         def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
-            text = f"{name} + {lane}" if lane and dim == self.ir.along else name
+            text = f"{name} + {vector_index}" if vector_index and dim == self.ir.along else name
             text = text if start == ir.ZERO else f"{text} - {self.integers.factor(start)}"
             return f"({text})" if start != ir.ZERO or (text is not name and stride != ONE) else text
 
@@ -239,7 +239,7 @@ class LoopPrinter:
 
     def offset(self, access: str) -> str:
         """C++ for the offset of an element, such as `i * N + j`, or `i * N + j + e` for element `e` of a vector."""
-        return self.sum_of(self.terms(access, self.lane))
+        return self.sum_of(self.terms(access, self.vector_index))
 
     def sum_of(self, terms: Sequence[tuple[str, Size]]) -> str:
         if len(terms) == 1 and terms[0][1] == ONE:

@@ -10,7 +10,7 @@ from hostweave.emit.kernel_facts import KernelFacts
 from hostweave.emit.sections import Section
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import DESCENDING, GROUPS
-from hostweave.kernel_ir.loops import BY_LANE_PARTS, OF_BLOCKS, Loops, Walk, stored
+from hostweave.kernel_ir.loops import BY_FIBER_PARTS, OF_BLOCKS, Loops, Walk, stored
 from hostweave.types.tensor import bool_
 
 # C functions of the op table, which kernels call without `std::`.
@@ -69,8 +69,8 @@ class KernelEmitter(KernelFacts):
         self.row = Section(self)  # statements outside of the innermost loops
 
     def emit(self) -> EmittedKernel:
-        if self.ir.takes_lanes:
-            return self.lanes()
+        if self.ir.takes_fibers:
+            return self.fibers()
         return self.reduction() if self.ir.reduced else self.pointwise()
 
     def pointwise(self) -> EmittedKernel:
@@ -82,24 +82,24 @@ class KernelEmitter(KernelFacts):
         lines = section.taken()  # This line is first, because `taken` may hoist statements into self.row.
         return EmittedKernel(self, (*self.row.taken(), *lines))
 
-    def lanes(self) -> EmittedKernel:
-        """Emits one call per lane (1-D slice along an axis)."""
+    def fibers(self) -> EmittedKernel:
+        """Emits one call per fiber (1-D slice along an axis)."""
         op = self.ops[-1]
-        by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
-        group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Lanes()")
+        by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockFibers()")
+        group = {**by_block, BY_FIBER_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Fibers()")
         kind = self.types[op.tensors[0]].dtype
         total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # Unsigned integers wrap around.
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total, "groups": op[GROUPS]}
         *others, last = op.tensors
-        rows = f"hw::Rows{{{self.first_row(last) or 0}, {self.size_of_lane(last)}}}"
-        lanes = [self.lane(self.pointers[name], name) for name in others]
-        lanes.append(rows if OPS[op.kind].parts_lanes else self.lane(self.pointers[last], last))
-        lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
-        return EmittedKernel(self, (f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
+        rows = f"hw::Rows{{{self.first_row(last) or 0}, {self.size_of_fiber(last)}}}"
+        fibers = [self.fiber(self.pointers[name], name) for name in others]
+        fibers.append(rows if OPS[op.kind].parts_fibers else self.fiber(self.pointers[last], last))
+        fibers.append(self.fiber(self.results[op.result.name], stored(op.result.name)))
+        return EmittedKernel(self, (f"{OPS[op.kind].fiber.format(**facts)}({', '.join([group, *fibers])});",))
 
-    def lane(self, pointer: str, access: str) -> str:
-        lane, size = self.ir.lanes[access], self.loops.integers.size
-        return f"hw::lane({self.loops.shifted(pointer, self.loops.terms(access))}, {size(lane.size)}, {size(lane.stride)})"
+    def fiber(self, pointer: str, access: str) -> str:
+        fiber, size = self.ir.fibers[access], self.loops.integers.size
+        return f"hw::fiber({self.loops.shifted(pointer, self.loops.terms(access))}, {size(fiber.size)}, {size(fiber.stride)})"
 
     def reduction(self) -> EmittedKernel:
         """Emits the loop nests over the reduced dims, and the stores of results that have only kept dims."""
@@ -141,7 +141,7 @@ class KernelEmitter(KernelFacts):
                 element = f"{accumulator}({element})"
             if combine.sign == "+" and kind.kind == "float":
                 accumulator, first = f"hw::Sum<{accumulator}>", "{}"
-            self.totals[op.result.name] = f"{total}[{self.loops.lane}]" if self.ir.has_wide_totals else Word(total)
+            self.totals[op.result.name] = f"{total}[{self.loops.vector_index}]" if self.ir.has_wide_totals else Word(total)
             if self.ir.has_wide_totals:
                 starts.append(f"auto {total} = hw::filled<kWidth, {accumulator}>({first});")
             else:

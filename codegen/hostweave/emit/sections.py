@@ -15,9 +15,9 @@ from hostweave.kernel_ir.loops import ONE, ZERO, gathers_in_order, index_at, sto
 from hostweave.types.tensor import DType, bool_, f32, f64, i32, i64, u64
 
 
-class Lane(str):
-    def __new__(cls, vector: str, lane: str) -> Lane:
-        made = super().__new__(cls, f"{vector}[{lane}]")
+class VectorElement(str):
+    def __new__(cls, vector: str, index: str) -> VectorElement:
+        made = super().__new__(cls, f"{vector}[{index}]")
         made.vector = vector
         return made
 
@@ -52,8 +52,8 @@ class Section:
         stores, self.adds = self.taken_stores(), []
         begin, self.begin = self.begin, []
         if self.is_wide and lines:
-            lane = self.kernel.loops.lane
-            lines = ["#pragma unroll", f"for (int {lane} = 0; {lane} < kWidth; ++{lane}) {{", *lines, "}"]
+            index = self.kernel.loops.vector_index
+            lines = ["#pragma unroll", f"for (int {index} = 0; {index} < kWidth; ++{index}) {{", *lines, "}"]
         return (*before, *begin, *lines, *stores)
 
     def taken_stores(self) -> tuple[str, ...]:
@@ -77,11 +77,11 @@ class Section:
             pointer, access = self.kernel.results[name], stored(name)
             element = f32 if self.is_rounded_by_store(name) else self.kernel.types[name].dtype
             if self.is_wide and access in self.kernel.ir.packed:
-                local = value.vector if isinstance(value, Lane) else ""
+                local = value.vector if isinstance(value, VectorElement) else ""
                 if not local:
                     local = self.kernel.names.of(self.kernel.indexed(name, access), f"elements to store of {name}")
                     self.begin.append(f"hw::Values<{element.cpp}, kWidth> {local};")
-                    self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
+                    self.adds.append(f"{local}[{self.kernel.loops.vector_index}] = {value};")
                 self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(access))}, {local});")
             elif access == self.kernel.ir.transposed:
                 self.give_back(name, element.cpp, value)
@@ -111,7 +111,7 @@ class Section:
             return
         local = self.chunk(name)
         self.begin.append(f"hw::Values<{element}, kWidth> {local};")
-        self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
+        self.adds.append(f"{local}[{self.kernel.loops.vector_index}] = {value};")
         self.stores.append(f"return {local};")
 
     def chunk(self, name: str) -> str:
@@ -131,14 +131,14 @@ class Section:
         axes = op[ORDER]
         for axis, start, rows in zip(axes, bounds[::2], bounds[1::2], strict=True):
             at = f"{access} {axis}"
-            lane, row = kernel.ir.lanes[at], loops.shifted(self.value(start), [(loops.offset(at), ONE)] if loops.terms(at) else [])
+            fiber, row = kernel.ir.fibers[at], loops.shifted(self.value(start), [(loops.offset(at), ONE)] if loops.terms(at) else [])
             if first := kernel.first_row(rows):
                 local = Word(kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}"))
-                size = loops.integers.factor(lane.size)
+                size = loops.integers.factor(fiber.size)
                 self.lines.append(f"const int64_t {local} = {row} - {first};")
                 held.append(f"{local} >= 0 && {local} < {size}")
                 row = local
-            terms.append((row if isinstance(row, Word) or lane.stride == ONE else f"({row})", lane.stride))
+            terms.append((row if isinstance(row, Word) or fiber.stride == ONE else f"({row})", fiber.stride))
         condition = f"if ({' && '.join(held)}) " if held else ""
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
@@ -194,7 +194,7 @@ class Section:
             return f"hw::truth({text})" if dtype == bool_ else f"float({text})" if in_f32 else text
         if name not in self.loads:
             self.loads[name] = self.load(name)
-        return f"{self.loads[name]}.f32({loops.lane})" if in_f32 else Lane(self.loads[name], loops.lane)
+        return f"{self.loads[name]}.f32({loops.vector_index})" if in_f32 else VectorElement(self.loads[name], loops.vector_index)
 
     def load(self, name: str) -> str:
         """C++ of a vector of an input. Emits a load, unless the thread holds the row in registers."""
@@ -208,10 +208,10 @@ class Section:
 
     def local(self, name: str) -> str:
         """Name of a local variable: `h` for a value, `x_ij` for an element of an input or result, `x_e` for an element of a vector."""
-        kernel, lane = self.kernel, self.kernel.loops.lane
+        kernel, index = self.kernel, self.kernel.loops.vector_index
         access = stored(name) if name in kernel.results else name
         if self.is_wide and (access in kernel.ir.packed or (name in kernel.totals and kernel.ir.has_wide_totals)):
-            return kernel.names.of(f"{name}_{lane}", f"element of {name}")
+            return kernel.names.of(f"{name}_{index}", f"element of {name}")
         if name not in kernel.pointers and name not in kernel.results:
             return kernel.names.of(name, "local")
         return kernel.names.of(kernel.indexed(name, access), f"element of {name}")
@@ -225,7 +225,7 @@ class Section:
             if name not in self.loads:
                 self.loads[name] = self.chunk(name)
                 self.begin.append(f"const auto {self.loads[name]} = {self.row(name)}[{self.kernel.loops.names[self.kernel.ir.along]}];")
-            return f"{self.loads[name]}[{self.kernel.loops.lane}]", True
+            return f"{self.loads[name]}[{self.kernel.loops.vector_index}]", True
         op = self.kernel.made[name]
         text, computed = self.expression(op)
         is_short = not OPS[op.kind].cost or self.is_total(op) or (self.is_wide and bool(OPS[op.kind].parts))
@@ -286,7 +286,7 @@ class Section:
             return self.total(op)
         if OPS[op.kind].counts:
             ids, rows = op.tensors
-            return OPS[op.kind].cpp.format(self.value(ids), self.kernel.size_of_lane(rows)), dtype
+            return OPS[op.kind].cpp.format(self.value(ids), self.kernel.size_of_fiber(rows)), dtype
         if OPS[op.kind].gathers:
             return self.taken_at(op), dtype
         if OPS[op.kind].parts:
@@ -330,10 +330,10 @@ class Section:
         into = self.begin if self.is_wide else self.lines
         into.append(f"hw::Values<{type}, kWidth> {local};" if self.is_wide else f"{type} {local};")
         for i, (condition, one, value) in enumerate(branches):
-            one.adds.append(f"{local}[{kernel.loops.lane}] = {value};" if self.is_wide else f"{local} = {value};")
+            one.adds.append(f"{local}[{kernel.loops.vector_index}] = {value};" if self.is_wide else f"{local} = {value};")
             into += [f"{'} else ' * (i > 0)}{f'if ({condition}) ' if condition else ''}{{", *one.taken()]
         into.append("}")
-        return Lane(local, kernel.loops.lane) if self.is_wide else local
+        return VectorElement(local, kernel.loops.vector_index) if self.is_wide else local
 
     def prepared(self, op: Op) -> str:
         """Declares a local variable with a prepared form of the last operand, such as a divisor and its reciprocal."""
@@ -353,7 +353,7 @@ class Section:
             self.texts[name] = self.number_in_order(op) if gathers_in_order(op) else self.value(op.tensors[1])
             if op.tensors[1:] and (first := self.kernel.first_row(op.tensors[2])):
                 local, held = (self.kernel.names.of(f"{op.result.name}_{word}", word) for word in ("row", "held"))
-                size = self.kernel.size_of_lane(op.tensors[2])
+                size = self.kernel.size_of_fiber(op.tensors[2])
                 self.lines.append(f"const int64_t {local} = {self.texts[name]} - {first};")
                 self.lines.append(f"const bool {held} = {local} >= 0 && {local} < {size};")
                 self.texts[name], self.texts[f"{op.result.name} held"] = local, held
@@ -362,7 +362,7 @@ class Section:
     def number_in_order(self, op: Op) -> str:
         """Declares a local variable with the index along the axis. In zigzag order, the index decreases in the second half."""
         half, index = (self.kernel.loops.offset(index_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
-        local, size = self.kernel.names.of(f"{op.result.name}_from", "index"), self.kernel.lane_size(op.tensors[0])
+        local, size = self.kernel.names.of(f"{op.result.name}_from", "index"), self.kernel.fiber_size(op.tensors[0])
         last = int(size) - 1 if size.is_int else f"{self.kernel.loops.integers.factor(size)} - 1"
         self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if isinstance(index, Word) else f'({index})'} : {index};")
         return local
@@ -384,7 +384,7 @@ class Section:
             load = f"hw::load<kWidth>({loops.shifted(kernel.pointers[x], [(moved, ONE), *loops.terms(x)])})"
             nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"
             self.begin.append(f"const auto {local} = {f'{held} ? {load} : {nothing}' if held else load};")
-            return Lane(local, loops.lane), ""
+            return VectorElement(local, loops.vector_index), ""
         element = f"{kernel.pointers[x]}[{f'{moved} + {loops.offset(x)}' if loops.terms(x) else moved}]"
         return (f"hw::truth({element})" if dtype == bool_ else element), held
 

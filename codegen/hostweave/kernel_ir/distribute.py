@@ -16,11 +16,11 @@ from dataclasses import replace
 from hostweave.fusion_ir.ops import OPS
 from hostweave.kernel_ir.loops import (
     BY_BLOCK,
-    BY_BLOCK_LANES,
-    BY_CLUSTER_LANES,
+    BY_BLOCK_FIBERS,
+    BY_CLUSTER_FIBERS,
     BY_COLUMNS,
-    BY_LANE_PARTS,
-    BY_LANES,
+    BY_FIBER_PARTS,
+    BY_FIBERS,
     BY_THREAD,
     ONE,
     ZERO,
@@ -36,15 +36,15 @@ TILE_THREADS, MAX_THREADS = 512, 1024  # threads per tile: default, and for at m
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
     """Chooses the distribution, and the number of threads of a tile."""
-    chosen = _of_lanes(loops) if loops.takes_lanes else _of_elements(loops)
+    chosen = _of_fibers(loops) if loops.takes_fibers else _of_elements(loops)
     few = chosen == BY_COLUMNS and loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
     return replace(loops, distribution=chosen, threads=(MAX_THREADS if few else TILE_THREADS) if chosen == BY_COLUMNS else 0)
 
 
-def _of_lanes(loops: Loops) -> str:
-    if loops.lanes[stored(loops.results[0])].stride == ONE:
-        return BY_CLUSTER_LANES if any(OPS[op.kind].in_clusters for op in loops.kernel.ops) else BY_BLOCK_LANES
-    return BY_LANE_PARTS if any(OPS[op.kind].parts_lanes for op in loops.kernel.ops) else BY_LANES
+def _of_fibers(loops: Loops) -> str:
+    if loops.fibers[stored(loops.results[0])].stride == ONE:
+        return BY_CLUSTER_FIBERS if any(OPS[op.kind].in_clusters for op in loops.kernel.ops) else BY_BLOCK_FIBERS
+    return BY_FIBER_PARTS if any(OPS[op.kind].parts_fibers for op in loops.kernel.ops) else BY_FIBERS
 
 
 def _of_elements(loops: Loops) -> str:

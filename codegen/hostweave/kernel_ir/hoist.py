@@ -19,7 +19,7 @@ from hostweave.types.machine import Machine
 
 
 def hoist(loops: Loops, machine: Machine) -> Loops:
-    if loops.takes_lanes:
+    if loops.takes_fibers:
         return loops
     values = (*loops.inputs, *(op.result.name for op in loops.kernel.ops))
     outside = tuple(name for name in values if name not in loops.space.parts and not loops.are_inside(loops.space.indices[name]))

@@ -34,7 +34,7 @@ from hostweave.types.machine import Machine
 WARP = 32
 ROW_THREADS = 512  # most threads that share a row of known length
 MANY_THREADS = 1024  # replaces ROW_THREADS if threads hold computed values, which need more registers
-LANES = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp then has several rows
+LANES_PER_ROW = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp then has several rows
 LINE = 8  # preferred minimum of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and most threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference
@@ -133,7 +133,7 @@ def _threads_of_row(accesses: int, held: int, most: int) -> int:
     registers."""
     for least, each in itertools.product((LINE, 1), EACH):
         threads = accesses // each
-        fits = (threads % WARP == 0 and threads <= most) or (threads in LANES and threads >= min(least, accesses))
+        fits = (threads % WARP == 0 and threads <= most) or (threads in LANES_PER_ROW and threads >= min(least, accesses))
         if fits and accesses % each == 0 and each * held <= HELD:
             return threads
     return 0

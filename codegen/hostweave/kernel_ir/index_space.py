@@ -16,7 +16,7 @@ from hostweave.analysis.kernel_indices import Iteration, iteration, reduced_indi
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER
 from hostweave.host_ir import ir
-from hostweave.kernel_ir.loops import ONE, ZERO, Lane, LoopDim, Loops, gathers_in_order, index_at, merged, stored
+from hostweave.kernel_ir.loops import ONE, ZERO, Fiber, LoopDim, Loops, gathers_in_order, index_at, merged, stored
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, strides_of
 
@@ -36,8 +36,8 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
 
     kept = merged([dim(index) for index in space.kept]) or [_one_row(space, inputs, results, accesses)]
     reduced = merged([dim(index) for index in space.reduced])
-    lanes = _lanes(space, memory, moved, (*inputs, *results))
-    return Loops(kernel, space, memory, tuple(accesses), lanes, tuple(kept), tuple(reduced))
+    fibers = _fibers(space, memory, moved, (*inputs, *results))
+    return Loops(kernel, space, memory, tuple(accesses), fibers, tuple(kept), tuple(reduced))
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:
@@ -75,15 +75,15 @@ def _accesses(
     return accesses
 
 
-def _lanes(
+def _fibers(
     space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
-) -> dict[str, Lane]:
+) -> dict[str, Fiber]:
     """Size and stride of each dim without a loop, by access."""
 
-    def lane(access: str, dim: int) -> Lane:
-        return Lane(memory[access].shape[dim], strides_of(memory[access])[dim])
+    def fiber(access: str, dim: int) -> Fiber:
+        return Fiber(memory[access].shape[dim], strides_of(memory[access])[dim])
 
     pairs = zip(named, memory, strict=True)
-    return {f"{access} {i}": lane(access, i) for access, axes in moved.items() for i in axes} | {
-        access: lane(access, space.lanes[name]) for name, access in pairs if name in space.lanes
+    return {f"{access} {i}": fiber(access, i) for access, axes in moved.items() for i in axes} | {
+        access: fiber(access, space.fibers[name]) for name, access in pairs if name in space.fibers
     }

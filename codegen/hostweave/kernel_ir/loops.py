@@ -30,7 +30,7 @@ from hostweave.types.tensor import BufferType, DType, row_major
 ZERO, ONE = Size(0), Size()
 OUTERMOST = "outermost"  # symbol for the outermost size
 
-# Distributions of the iterations over threads. An element is one element of the result. A lane is all elements along one dim.
+# Distributions of the iterations over threads. An element is one element of the result. A fiber is all elements along one dim.
 BY_THREAD = "each thread computes elements"
 BY_BLOCK = "a block reduces an element"
 BY_ROW = "a block shares a row"
@@ -38,16 +38,16 @@ BY_ANY_ROW = "a block shares a row of unknown length"
 BY_SHORT_ROW = "a part of a warp shares a row"
 BY_TILE = "a block transposes a tile"
 BY_COLUMNS = "a block reduces a tile of columns"
-BY_LANES = "a thread processes a lane"
-BY_LANE_PARTS = "threads share a lane, each with its own elements"
-BY_BLOCK_LANES = "a block processes a lane"
-BY_CLUSTER_LANES = "a cluster processes a lane"
-OF_BLOCKS = (BY_BLOCK_LANES, BY_CLUSTER_LANES)
+BY_FIBERS = "a thread processes a fiber"
+BY_FIBER_PARTS = "threads share a fiber, each with its own elements"
+BY_BLOCK_FIBERS = "a block processes a fiber"
+BY_CLUSTER_FIBERS = "a cluster processes a fiber"
+OF_BLOCKS = (BY_BLOCK_FIBERS, BY_CLUSTER_FIBERS)
 ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 
 @dataclass(frozen=True)
-class Lane:
+class Fiber:
     """Size and stride of a dim without a loop. An op accesses the dim at data-dependent indices, or needs all its elements at once."""
 
     size: Size
@@ -85,7 +85,7 @@ class Loops:
     space: Iteration
     memory: Mapping[str, BufferType]
     accesses: tuple[str, ...]
-    lanes: Mapping[str, Lane]
+    fibers: Mapping[str, Fiber]
     kept: tuple[LoopDim, ...]
     reduced: tuple[LoopDim, ...]
     outer: Size | None = None
@@ -113,8 +113,8 @@ class Loops:
         return set(map(stored, self.results))
 
     @property
-    def takes_lanes(self) -> bool:
-        return any(OPS[op.kind].lane for op in self.kernel.ops)
+    def takes_fibers(self) -> bool:
+        return any(OPS[op.kind].fiber for op in self.kernel.ops)
 
     @property
     def sums_terms(self) -> bool:
@@ -125,8 +125,8 @@ class Loops:
         return any(OPS[op.kind].updates for op in self.kernel.ops)
 
     @property
-    def calls_lanes(self) -> bool:
-        return not self.space.lanes.keys().isdisjoint(name for op in self.kernel.ops if not gathers_in_order(op) for name in op.tensors)
+    def calls_fibers(self) -> bool:
+        return not self.space.fibers.keys().isdisjoint(name for op in self.kernel.ops if not gathers_in_order(op) for name in op.tensors)
 
     def dtype(self, name: str) -> DType:
         given = (p.type.dtype for p in self.kernel.inputs if p.name == name)
@@ -176,11 +176,11 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Size of the innermost reduced dim, or None. For lanes, the size of an input's lane, or of the result's lane if the op has
-        `parts_lanes`."""
-        if self.takes_lanes:
-            of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
-            return self.lanes[next(access for access in self.memory if (access in self.stores) == of_result)].size
+        """Size of the innermost reduced dim, or None. For fibers, the size of an input's fiber, or of the result's fiber if the op has
+        `parts_fibers`."""
+        if self.takes_fibers:
+            of_result = any(OPS[op.kind].parts_fibers for op in self.kernel.ops)
+            return self.fibers[next(access for access in self.memory if (access in self.stores) == of_result)].size
         return self.reduced[-1].size if self.reduced else None
 
     def stride(self, access: str, dim: LoopDim) -> Size:
@@ -197,10 +197,10 @@ class Loops:
 
     def divided(self) -> list[Size]:
         """Sizes that the vector width must divide: the vectorised dim, the bounds of a concat's operands along this dim, and strides of
-        other dims and of lanes."""
+        other dims and of fibers."""
         packed = [access for access in self.memory if access in self.packed]
         rows = [self.stride(access, dim) for dim in self.dims if dim != self.along for access in packed]
-        jumps = [lane.stride for access, lane in self.lanes.items() if access in self.packed]
+        jumps = [fiber.stride for access, fiber in self.fibers.items() if access in self.packed]
         spans = [span for operands in self.space.joined.values() for operand in operands for span in operand]
         ends = [end for span in spans if span.index in self.along.indices for end in (span.start, span.end) if end != ZERO]
         return list(dict.fromkeys([self.along.size, *rows, *jumps, *ends]))
@@ -249,8 +249,8 @@ class Loops:
         for access in self.accesses:
             terms = [(letters[dim], self.stride(access, dim)) for dim in self.dims if self.stride(access, dim) != ZERO]
             offset = " + ".join(index if stride == ONE else f"{index} * {stride}" for index, stride in terms) or "0"
-            lane = f", lane of {self.lanes[access].size} every {self.lanes[access].stride}" if access in self.lanes else ""
-            yield f"%{access}{f': {self.memory[access].dtype}' if access in self.memory else ''} at {offset}{lane}"
+            fiber = f", fiber of {self.fibers[access].size} every {self.fibers[access].stride}" if access in self.fibers else ""
+            yield f"%{access}{f': {self.memory[access].dtype}' if access in self.memory else ''} at {offset}{fiber}"
         for number, walk in enumerate(self.walks):
             reduced = [f"reduce {_listed(op.result.name for op in walk.reductions)}"] if walk.reductions else []
             yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"

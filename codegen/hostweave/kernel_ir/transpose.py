@@ -22,7 +22,7 @@ BYTES = 4  # largest element, in bytes, of which a tile fits into shared memory
 
 
 def transpose(loops: Loops, machine: Machine) -> Loops:
-    others = loops.reduced or loops.lanes or loops.updates or loops.space.joined or loops.kernel.exchanges
+    others = loops.reduced or loops.fibers or loops.updates or loops.space.joined or loops.kernel.exchanges
     is_plain = loops.distribution == BY_THREAD and not others
     if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < LEAST for dim in loops.kept):
         return loops

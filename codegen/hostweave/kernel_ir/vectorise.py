@@ -20,7 +20,7 @@ ACCESS = 16  # bytes per vectorised access
 def vectorise(loops: Loops, machine: Machine) -> Loops:
     scattered = any(loops.stride(access, loops.along) not in (ZERO, ONE) for access in loops.stores - {loops.transposed})
     helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # A reduction reads more than it stores.
-    if not helpful or scattered or loops.takes_lanes or loops.updates:
+    if not helpful or scattered or loops.takes_fibers or loops.updates:
         return loops
     width = ACCESS // max(loops.memory[access].dtype.itemsize for access in loops.packed)
     while any(size.is_int and int(size) % width for size in loops.divided()):

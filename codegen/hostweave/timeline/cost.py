@@ -21,10 +21,10 @@ EVENT_SECONDS = CHUNK_SECONDS / 2  # seconds of a record, or of a wait for an ev
 FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop has two forks and two joins
 LAUNCH_OVERLAP = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
 FIRST_ARRIVAL = 3e-6  # seconds until the last rank arrives at a communication at the start of a call
-MAX_NETWORK_SORT = 2048  # most elements of a lane that one block sorts with a sorting network: hw::kSorted
+MAX_NETWORK_SORT = 2048  # most elements of a fiber that one block sorts with a sorting network: hw::kSorted
 SORT_STEP_SECONDS = 0.45e-6  # seconds per step of the sorting network
-RADIX_SECONDS, RADIX_SECONDS_PER_ELEMENT = 26e-6, 0.3e-9  # radix sort of a longer lane: fixed seconds, and seconds per element
-COUNT_SECONDS, COUNT_SECONDS_PER_ELEMENT = 3e-6, 0.2e-9  # order of a lane by group: fixed seconds, and seconds per element
+RADIX_SECONDS, RADIX_SECONDS_PER_ELEMENT = 26e-6, 0.3e-9  # radix sort of a longer fiber: fixed seconds, and seconds per element
+COUNT_SECONDS, COUNT_SECONDS_PER_ELEMENT = 3e-6, 0.2e-9  # order of a fiber by group: fixed seconds, and seconds per element
 BY_KERNELS = 32  # slowdown of attention without tensor cores
 
 

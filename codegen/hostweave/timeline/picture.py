@@ -8,7 +8,7 @@ from math import floor, log10
 from hostweave.timeline.events import WAITING, Event, Timeline
 
 WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: width of the picture, width of the row names, height of the axis
-LANE, GAP = 18, 10
+TRACK, GAP = 18, 10
 MEMORY = 48  # height of the bar of the peak memory, in pixels
 LETTER = 6.2  # width of a character in pixels
 MAX_SHOWN_RANKS = 16  # most ranks in a picture
@@ -50,7 +50,7 @@ class Box:
 class Picture:
     """Shapes of one or two timelines of a program, in pixels."""
 
-    width, left, top, lane = WIDTH, LEFT, TOP, LANE
+    width, left, top, track = WIDTH, LEFT, TOP, TRACK
 
     def __init__(self, timelines: Sequence[Timeline]):
         self.timelines = timelines
@@ -67,14 +67,14 @@ class Picture:
         return len(self.timelines[0].ranks) - len(self.ranks)
 
     @cached_property
-    def lanes(self) -> list[StreamRow]:
+    def tracks(self) -> list[StreamRow]:
         found, y = list[StreamRow](), TOP
         for rank in self.ranks:
             for number, timeline in enumerate(self.timelines):
                 basis = f", {timeline.basis.split()[0]}" if len(self.timelines) > 1 else ""
                 for stream in timeline.streams:
                     found.append(StreamRow(number, rank, stream, y, f"rank {rank}{basis}, {stream}"))
-                    y += LANE
+                    y += TRACK
                 y += GAP // 2
             y += GAP
         return found
@@ -85,7 +85,7 @@ class Picture:
 
     @property
     def memory_top(self) -> int:
-        return (self.lanes[-1].y if self.lanes else TOP) + LANE + GAP
+        return (self.tracks[-1].y if self.tracks else TOP) + TRACK + GAP
 
     @cached_property
     def memory(self) -> list[Box]:
@@ -109,7 +109,7 @@ class Picture:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        y_of = {(lane.number, lane.rank, lane.stream): lane.y for lane in self.lanes}
+        y_of = {(track.number, track.rank, track.stream): track.y for track in self.tracks}
         critical = [set(timeline.critical_path) for timeline in self.timelines]
         return [
             self._box(number, at, event, y_of[number, event.rank, event.stream], at in critical[number])
@@ -124,7 +124,7 @@ class Picture:
         inset = 6 if event.kind == WAITING else 2
         title = f"{event.name}: {event.micros:.1f} us from {event.start:.1f}\n{event.instruction}\n{event.source}".strip()
         return Box(
-            *(number, at, round(event.start, 3), round(event.end, 3), x, y + inset // 2, width, LANE - inset),
+            *(number, at, round(event.start, 3), round(event.end, 3), x, y + inset // 2, width, TRACK - inset),
             *(event.kind, event.name, title, is_critical),
         )
 
@@ -139,8 +139,8 @@ class Picture:
         ]
 
     def _rows(self, number: int, rank: int) -> tuple[int, int]:
-        rows = [lane.y for lane in self.lanes if (lane.number, lane.rank) == (number, rank)]
-        return (rows[0], rows[-1] - rows[0] + LANE) if rows else (TOP, 0)
+        rows = [track.y for track in self.tracks if (track.number, track.rank) == (number, rank)]
+        return (rows[0], rows[-1] - rows[0] + TRACK) if rows else (TOP, 0)
 
     @property
     def ticks(self) -> list[tuple[float, str]]:

@@ -14,10 +14,10 @@ namespace hostweave::cpu {
 using Enqueue = std::function<int(Lock&, Stream&)>;
 
 struct Node {
-  std::size_t lane;  // index among the captured streams; 0 is the launch stream
+  std::size_t stream;  // index among the captured streams; 0 is the launch stream
   Enqueue enqueue;
   Place place;
-  // Predecessors: the previous node of the same lane, and the nodes of other lanes that the lane waits for.
+  // Predecessors: the previous node of the same stream, and the nodes of other streams that this stream waits for.
   std::vector<std::size_t> after;
   std::vector<std::uint64_t*> marks = {};  // words to increment when the op is done
 };
@@ -27,9 +27,9 @@ struct Capture {
   unsigned long long id;
   cudaStreamCaptureMode mode;
   const HostThread* thread;      // thread that began the capture
-  std::vector<Stream*> streams;  // by lane
+  std::vector<Stream*> streams;  // by index
   std::vector<Node> nodes;
-  std::map<std::size_t, std::size_t> last;  // last node of each lane
+  std::map<std::size_t, std::size_t> last;  // last node of each stream
   bool invalid = false;
   bool over = false;
 };
@@ -53,11 +53,11 @@ std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& 
 
 struct CUgraph_st {
   std::vector<hostweave::cpu::Node> nodes;
-  std::size_t lanes;
+  std::size_t streams;
 };
 
 struct CUgraphExec_st {
   std::vector<hostweave::cpu::Node> nodes;
-  std::vector<hostweave::cpu::Stream*> lanes;  // internal streams by lane; null for lane 0, the launch stream
-  hostweave::cpu::OpPtr last;                  // end of the last launch; launches of a graph do not overlap
+  std::vector<hostweave::cpu::Stream*> internal_streams;  // internal streams by index; null for index 0, the launch stream
+  hostweave::cpu::OpPtr last;                             // end of the last launch; launches of a graph do not overlap
 };

@@ -13,7 +13,7 @@ namespace hostweave::cpu {
 class History {
  public:
   struct Access {
-    std::size_t lane;
+    std::size_t actor;
     std::uint32_t epoch;
     OpName name;
   };
@@ -32,7 +32,7 @@ class History {
   struct Segment {
     std::uintptr_t end;
     std::optional<Access> write;
-    std::vector<Access> reads;  // reads since that write, at most one per lane
+    std::vector<Access> reads;  // reads since that write, at most one per actor
   };
   using Segments = std::map<std::uintptr_t, Segment>;
 

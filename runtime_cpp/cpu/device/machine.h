@@ -117,7 +117,7 @@ class Machine {
   void progress();                                     // Wakes host threads, so that they check their conditions.
   void learn(int device, const ClockSnapshot& clock);  // Merges a clock into the clock of the device's host thread.
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
-  std::size_t host_lane(int device) { return host_side(device).lane; }
+  std::size_t host_actor(int device) { return host_side(device).actor; }
 
   // --- work
 
@@ -165,7 +165,7 @@ class Machine {
 
  private:
   struct HostSide {
-    std::size_t lane;
+    std::size_t actor;
     ClockSnapshot clock;
     Clock retired;  // clock of destroyed streams; synchronisation of the device also waits for their work
   };
@@ -176,7 +176,7 @@ class Machine {
   };
 
   Machine();
-  std::size_t new_lane();
+  std::size_t new_actor();
   HostSide& host_side(int device);
   Stream& new_stream(int device, int number);
 
@@ -219,10 +219,10 @@ class Machine {
   std::unordered_map<Stream*, std::unique_ptr<Stream>> streams_;
   std::vector<std::vector<Stream*>> by_device_;  // [device][i], legacy stream first
   std::size_t live_streams_ = 0;
-  std::vector<std::size_t> free_lanes_;
-  // The last communication that has begun, by device, channel and lane (see Clock).
+  std::vector<std::size_t> free_actors_;
+  // The last communication that has begun, by device, channel and actor (see Clock).
   std::unordered_map<int, std::map<std::pair<const ProcessGroup*, std::size_t>, History::Access>> posted_;
-  std::size_t lanes_ = 0;
+  std::size_t actors_ = 0;
   std::unordered_map<int, HostSide> hosts_;
   std::vector<Stream*> ready_;
 

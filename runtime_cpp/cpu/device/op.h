@@ -20,13 +20,13 @@ struct Capture;
 
 // --- vector clocks: order of points on streams and host threads
 
-// One counter per lane. A lane is a stream, or the host thread of a device. A missing counter is zero.
+// One counter per actor. A actor is a stream, or the host thread of a device. A missing counter is zero.
 class Clock {
  public:
-  std::uint32_t at(std::size_t lane) const { return lane < counters_.size() ? counters_[lane] : 0; }
-  std::uint32_t tick(std::size_t lane) {
-    if (lane >= counters_.size()) counters_.resize(lane + 1);
-    return ++counters_[lane];
+  std::uint32_t at(std::size_t actor) const { return actor < counters_.size() ? counters_[actor] : 0; }
+  std::uint32_t tick(std::size_t actor) {
+    if (actor >= counters_.size()) counters_.resize(actor + 1);
+    return ++counters_[actor];
   }
   void join(const Clock& other) {
     if (other.counters_.size() > counters_.size()) counters_.resize(other.counters_.size());
@@ -146,11 +146,11 @@ struct Stream {
   std::deque<OpPtr> queue;
   OpPtr last;        // last enqueued op
   OpName last_done;  // name of the op that ended last
-  std::size_t lane = 0;
+  std::size_t actor = 0;
   Clock clock;
   std::uint64_t rank_in_picker = 0;
   std::shared_ptr<Capture> capture;  // null: not being captured
-  std::size_t capture_lane = 0;
+  std::size_t index_in_capture = 0;
 
   bool legacy() const { return number == 0; }
   bool blocking() const { return !(flags & cudaStreamNonBlocking); }

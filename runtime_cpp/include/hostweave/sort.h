@@ -1,6 +1,6 @@
-// Sorting of a lane: of all elements, or of only the first elements in sorted order.
+// Sorting of a fiber: of all elements, or of only the first elements in sorted order.
 #pragma once
-#include "hostweave/lanes.h"
+#include "hostweave/fibers.h"
 
 namespace hw {
 
@@ -36,7 +36,7 @@ __device__ inline uint64_t packed(uint32_t key, int64_t index) { return uint64_t
 // Sorts a tile by a sorting network (Batcher, "Sorting networks and their applications", 1968). Every comparator moves the
 // smaller number to the lower index, so a tile of any length needs no padding.
 template <class Less>
-__device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
+__device__ void sort_tile(BlockFibers block, uint64_t* tile, int n, Less less) {
   const auto step = [&](int flips) {
     block.sync();
     for (int i = block.thread(); i < n; i += block.threads()) {
@@ -53,9 +53,9 @@ __device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
   block.sync();
 }
 
-// Calls take(i, key) for all elements. If the lane is contiguous and aligned, a thread loads several elements at once.
+// Calls take(i, key) for all elements. If the fiber is contiguous and aligned, a thread loads several elements at once.
 template <bool kDescending, class T, class Take>
-__device__ void for_each_key(BlockLanes block, Lane<T> x, Take take) {
+__device__ void for_each_key(BlockFibers block, Fiber<T> x, Take take) {
   constexpr int kWidth = 16 / sizeof(T), kAtOnce = 4;
   int64_t done = 0;
   if (x.stride == 1 && aligned(x.first)) {
@@ -79,7 +79,7 @@ __device__ void for_each_key(BlockLanes block, Lane<T> x, Take take) {
 }
 
 // Exclusive prefix sum of digit counts.
-__device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
+__device__ inline void sum_before(BlockFibers block, uint32_t* counts, int n) {
   uint32_t before = 0;
   for (int first = 0; first < n; first += block.threads()) {
     const int i = first + block.thread();
@@ -96,7 +96,7 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
 // elements up to the k-th smallest of these minima are the candidates; there are at least k candidates. Returns false if there
 // are more than kSorted candidates, for example because many elements are equal.
 template <bool kDescending, class T>
-__device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
+__device__ bool order_few(BlockFibers block, Fiber<T> x, Fiber<int64_t> order, uint64_t* tile) {
   __shared__ int taken;
   uint32_t least = ~0u;
   for_each_key<kDescending>(block, x, [&](int64_t, uint32_t key) { least = key < least ? key : least; });
@@ -122,7 +122,7 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
 // Selects the first `left` elements in sorted order, and writes their indices to `tile` in any order. From equal elements,
 // selects those with low indices. Radix select: counts elements per digit, from the highest, to find the last selected key.
 template <bool kDescending, class T>
-__device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
+__device__ void choose(BlockFibers block, Fiber<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
   __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // of_warps: number of equal keys in each warp
@@ -214,7 +214,7 @@ __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
 // Stable LSD radix sort of a long row. Each block owns a part of the row. Passes alternate between the halves of `order`, which
 // hold 32-bit indices. A cooperative grid exchanges counts in the half that the pass writes afterwards.
 template <bool kDescending, class T>
-__device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
+__device__ void order_long(BlockFibers block, Fiber<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr int kDigits = 256, kEach = 4;
   __shared__ uint32_t counts[kDigits], begins[kDigits], of_tile[kDigits];
@@ -305,7 +305,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
 
 // Stable argsort of x: computes all indices, or the first order.length <= kSorted indices.
 template <bool kDescending, class T>
-__device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
+__device__ void argsort(BlockFibers block, Fiber<T> x, Fiber<int64_t> order) {
   __shared__ uint64_t tile[kSorted];
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr bool kPacked = sizeof(Key) == 4;
@@ -347,7 +347,7 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
 
 // Sorts with a max-heap of the first elements so far.
 template <bool kDescending, class T>
-HW_DEVICE void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
+HW_DEVICE void argsort(Fibers, Fiber<T> x, Fiber<int64_t> order) {
   const int64_t n = order.length;
   const auto comes_first = [&](int64_t a, int64_t b) {
     const auto key_a = sort_key<kDescending>(x[a]), key_b = sort_key<kDescending>(x[b]);

@@ -1,4 +1,4 @@
-#include "hostweave/lanes.h"
+#include "hostweave/fibers.h"
 #include "kernels.h"
 
 namespace programs::vocabulary {

@@ -1,4 +1,4 @@
-"""Arithmetic of fusions and host programs on arrays with one lane per independent random input. User kernels are random functions."""
+"""Arithmetic of fusions and host programs on arrays with one sample per independent random input. User kernels are random functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import numpy as np
 from hostweave.check.results import field
 from hostweave.check.results.dual import DUAL
 from hostweave.check.results.field import PRIME, P
-from hostweave.check.results.functions import LANES, Functions
-from hostweave.check.results.lanes import Exact, Lanes, Real, apply, values_of
+from hostweave.check.results.functions import ON_SAMPLES, Functions
+from hostweave.check.results.samples import Exact, Real, Samples, apply, values_of
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.reference import Arithmetic, evaluate
@@ -17,21 +17,21 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-RANDOM_EXP, MULTIPLICATIVE_EXP = LANES, DUAL  # exp: any random function, or one with exp(a + b) = exp(a) exp(b)
+RANDOM_EXP, MULTIPLICATIVE_EXP = ON_SAMPLES, DUAL  # exp: any random function, or one with exp(a + b) = exp(a) exp(b)
 
 
-def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
+def cast_in_samples(x: Any, dtype: DType, functions: Functions) -> Samples:
     """Casts an array. A cast between floats changes nothing."""
     if dtype.kind == "float":
         return functions.real.of(x)
-    exact = x if isinstance(x, Lanes) else Exact.of(x)
+    exact = x if isinstance(x, Samples) else Exact.of(x)
     expected = computing_dtype(dtype)
     return exact if exact.dtype == expected else exact.astype(expected)
 
 
 def results_of_kernel(
-    name: str, inputs: Sequence[Lanes], outputs: Sequence[tuple[tuple[int, ...], DType]], functions: Functions
-) -> tuple[Lanes, ...]:
+    name: str, inputs: Sequence[Samples], outputs: Sequence[tuple[tuple[int, ...], DType]], functions: Functions
+) -> tuple[Samples, ...]:
     """Results of a user kernel. Each element is a random function of all inputs of the kernel."""
     digest = np.zeros(1, np.uint64)
     for x in inputs:
@@ -39,7 +39,7 @@ def results_of_kernel(
         flat = elements.reshape(len(elements), -1)
         positions = np.arange(flat.shape[1], dtype=np.uint64)
         digest = field.hashed(name, digest, field.hashed("of input", flat, positions).sum(axis=1) % P)
-    results: list[Lanes] = []
+    results: list[Samples] = []
     for number, (shape, dtype) in enumerate(outputs):
         positions = np.arange(int(np.prod(shape)), dtype=np.uint64)
         elements = field.hashed(f"{name} {number}", digest[:, None], positions).reshape(len(digest), *shape)
@@ -50,8 +50,8 @@ def results_of_kernel(
     return tuple(results)
 
 
-def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
-    positions: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
+def _index(np: Any, ids: Samples, rows: Any) -> Samples:
+    positions: Samples = ON_SAMPLES.remainder(ids.astype(np.int64), max(len(rows), 1))
     return positions
 
 
@@ -68,27 +68,27 @@ def function_of(op: Op) -> Any:
 
 
 def run_fusion(
-    fusion: Fusion, inputs: dict[str, Lanes], sizes: Sizes, functions: Functions, observe: Callable[..., object] = lambda *_: None
-) -> tuple[Lanes, ...]:
+    fusion: Fusion, inputs: dict[str, Samples], sizes: Sizes, functions: Functions, observe: Callable[..., object] = lambda *_: None
+) -> tuple[Samples, ...]:
     """Outputs of a fusion for these global inputs. Calls `observe` with the values of each body."""
 
-    def kernel(op: Op, tensors: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    def kernel(op: Op, tensors: Sequence[Samples]) -> tuple[Samples, ...]:
         return _run_kernel_on_ranks(op, tensors, op.result.type.mesh_in(fusion.mesh), sizes, functions)
 
     arithmetic = Arithmetic(
-        functions, computing_dtype, lambda x, dtype: cast_in_lanes(x, dtype, functions), apply, function_of, kernel, observe
+        functions, computing_dtype, lambda x, dtype: cast_in_samples(x, dtype, functions), apply, function_of, kernel, observe
     )
     with np.errstate(all="ignore"):
         return evaluate(fusion, inputs, sizes, arithmetic)
 
 
-def _run_kernel_on_ranks(op: Op, tensors: Sequence[Lanes], mesh: Mesh, sizes: Sizes, functions: Functions) -> tuple[Lanes, ...]:
+def _run_kernel_on_ranks(op: Op, tensors: Sequence[Samples], mesh: Mesh, sizes: Sizes, functions: Functions) -> tuple[Samples, ...]:
     kernel = op.user_kernel
     assert kernel is not None
     shapes = [global_shape(type, sizes) for type in kernel.outputs]
-    lanes = max((x.lanes for x in tensors), default=1)
+    samples = max((x.samples for x in tensors), default=1)
     global_outputs = [functions.zeros(shape, computing_dtype(type.dtype)) for shape, type in zip(shapes, kernel.outputs, strict=True)]
-    global_outputs = [global_output.map(lambda part: np.repeat(part, lanes, axis=0)) for global_output in global_outputs]
+    global_outputs = [global_output.map(lambda part: np.repeat(part, samples, axis=0)) for global_output in global_outputs]
     for rank in mesh.all_ranks:
 
         def positions(type: TensorType, shape: tuple[int, ...], rank: int = rank) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 from hostweave.check.results import field
 from hostweave.check.results.field import P
 from hostweave.check.results.functions import Functions
-from hostweave.check.results.lanes import Lanes, Part, Real, zeros_are_exact
+from hostweave.check.results.samples import Part, Real, Samples, zeros_are_exact
 
 TOLERANCE = 1e-6  # largest error of shadows
 
@@ -101,7 +101,7 @@ class Dual(Real):
         same: Part = (self.parts[1] == other.parts[1]) & (self.parts[2] == other.parts[2])
         return same
 
-    def differs(self, other: Lanes) -> Part:
+    def differs(self, other: Samples) -> Part:
         (x, y), (z, w) = self._exponential(), Dual(*other.parts)._exponential()
         has_arguments = (self.parts[3] != 0) & (other.parts[3] != 0)
         is_near = np.abs(self.value - other.value) <= TOLERANCE * (1 + np.abs(other.value))

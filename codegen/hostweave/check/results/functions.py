@@ -1,5 +1,5 @@
-"""NumPy's functions for arrays with lanes (see lanes.py). The references of ops and instructions take NumPy as an argument. With `LANES`
-instead, they compute all lanes at once."""
+"""NumPy's functions for arrays with samples (see samples.py). The references of ops and instructions take NumPy as an argument. With
+`ON_SAMPLES` instead, they compute all samples at once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from hostweave.check.results.field import P
-from hostweave.check.results.lanes import (
+from hostweave.check.results.samples import (
     Exact,
-    Lanes,
-    NeedsSingleLane,
+    NeedsSingleSample,
     Number,
     Part,
     Real,
+    Samples,
     aligned,
     as_reals,
-    has_lanes,
+    has_samples,
     inner_axes,
     inner_axis,
     is_float,
@@ -40,7 +40,7 @@ _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
 
 
 class Functions:
-    """NumPy for operands that may have lanes. Only functions of this class and of `_RANDOM_FUNCTIONS` support lanes."""
+    """NumPy for operands that may have samples. Only functions of this class and of `_RANDOM_FUNCTIONS` support samples."""
 
     def __init__(self, real: type[Real] = Real):
         self.real = real
@@ -60,7 +60,7 @@ class Functions:
             return function
 
         def plain(*args: Any, **kw: Any) -> Any:
-            if has_lanes((*args, *kw.values())):
+            if has_samples((*args, *kw.values())):
                 raise NotImplementedError(f"the check of results has no np.{name}: add it to functions.py")
             return function(*args, **kw)
 
@@ -130,7 +130,7 @@ class Functions:
         return self.integer(np.sign, x) if isinstance(x, Real) else Exact(np.sign(x.value))
 
     @staticmethod
-    def integer(function: Callable[[Part], Part], x: Real, of: Part | None = None) -> Lanes:
+    def integer(function: Callable[[Part], Part], x: Real, of: Part | None = None) -> Samples:
         return type(x).of(Exact(function(rounded_if_near(x.value if of is None else of))))
 
     @staticmethod
@@ -172,7 +172,7 @@ class Functions:
 
     @staticmethod
     def argsort(x: Any, axis: int = -1, stable: bool = True) -> Any:
-        values = x.value if isinstance(x, Lanes) else np.asarray(x)[None]
+        values = x.value if isinstance(x, Samples) else np.asarray(x)[None]
         return Exact(np.argsort(values, axis=inner_axis(axis, values.ndim - 1), stable=stable))
 
     @staticmethod
@@ -182,17 +182,17 @@ class Functions:
 
     @staticmethod
     def ndim(x: Any) -> int:
-        return x.ndim if isinstance(x, Lanes) else np.ndim(x)
+        return x.ndim if isinstance(x, Samples) else np.ndim(x)
 
     @staticmethod
     def asarray(x: Any, dtype: Any = None) -> Any:
-        if isinstance(x, Lanes):
+        if isinstance(x, Samples):
             return x if dtype is None else x.astype(dtype)
         return np.asarray(x, dtype)
 
     @staticmethod
     def broadcast_to(x: Any, shape: tuple[int, ...]) -> Any:
-        if not isinstance(x, Lanes):
+        if not isinstance(x, Samples):
             return np.broadcast_to(x, shape)
         missing = (1,) * (len(shape) - x.ndim)
         return x.map(lambda part: np.broadcast_to(part.reshape(len(part), *missing, *part.shape[1:]), (len(part), *shape)))
@@ -200,9 +200,9 @@ class Functions:
     @staticmethod
     def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
         at, along = Exact.of(indices).value, inner_axis(axis, x.ndim)
-        lanes = max(len(at), x.lanes)
-        at = np.broadcast_to(at, (lanes, *at.shape[1:]))
-        return x.map(lambda part: np.take_along_axis(np.broadcast_to(part, (lanes, *part.shape[1:])), at, along))
+        samples = max(len(at), x.samples)
+        at = np.broadcast_to(at, (samples, *at.shape[1:]))
+        return x.map(lambda part: np.take_along_axis(np.broadcast_to(part, (samples, *part.shape[1:])), at, along))
 
     def concatenate(self, xs: Sequence[Any], axis: int = 0) -> Any:
         return _joined(xs, lambda parts, ndim: np.concatenate(parts, inner_axis(axis, ndim)))
@@ -238,16 +238,16 @@ class Functions:
 
     @staticmethod
     def nonzero(x: Any) -> Any:
-        return np.nonzero(x.single_lane() if isinstance(x, Lanes) else x)
+        return np.nonzero(x.single_sample() if isinstance(x, Samples) else x)
 
 
-def _joined(xs: Sequence[Any], function: Callable[[list[Part], int], Part]) -> Lanes:
-    kind: type[Lanes] = widest_real(xs) if any(map(is_float, xs)) else Exact
+def _joined(xs: Sequence[Any], function: Callable[[list[Part], int], Part]) -> Samples:
+    kind: type[Samples] = widest_real(xs) if any(map(is_float, xs)) else Exact
     arrays = [kind.of(x) for x in xs]
-    lanes = max(x.lanes for x in arrays)
+    samples = max(x.samples for x in arrays)
     columns = zip(*(x.parts for x in arrays), strict=True)
     return type(arrays[0])(
-        *(function([np.broadcast_to(part, (lanes, *part.shape[1:])) for part in parts], arrays[0].ndim) for parts in columns)
+        *(function([np.broadcast_to(part, (samples, *part.shape[1:])) for part in parts], arrays[0].ndim) for parts in columns)
     )
 
 
@@ -272,11 +272,11 @@ class _Add:
         return self.sum(x, y)
 
     @staticmethod
-    def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
+    def at(x: Samples, where: tuple[Any, ...], y: Any) -> None:
         key = key_of(where)
         addend = x.of(y)
-        if addend.lanes > x.lanes:  # An update in place cannot add lanes to x.
-            raise NeedsSingleLane
+        if addend.samples > x.samples:  # An update in place cannot add samples to x.
+            raise NeedsSingleSample
         for part, new in zip(x.parts, addend.parts, strict=True):
             np.add.at(part, key, new)
             if isinstance(x, Real) and part is not x.value:
@@ -361,4 +361,4 @@ _MOVES: dict[str, Callable[..., Any]] = {
 }
 _add(_MOVES.__getitem__, " ".join(_MOVES))
 
-LANES = Lanes.functions = Functions()
+ON_SAMPLES = Samples.functions = Functions()

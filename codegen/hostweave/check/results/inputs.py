@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hostweave.check.results.field import PRIME
 from hostweave.check.results.functions import Functions
-from hostweave.check.results.lanes import Exact, Lanes
+from hostweave.check.results.samples import Exact, Samples
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import masks_of
@@ -26,8 +26,10 @@ BITS = 2**16  # number of values of integers that xor reduces; with few bits, tw
 ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts", "lengths", "offsets", "ends", "xored"
 
 
-def random_inputs(fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, roles: Mapping[str, tuple[str, int]]) -> dict[str, Lanes]:
-    """Global inputs with one lane per seed. The shadow of a float is independent of its element (see lanes.py)."""
+def random_inputs(
+    fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, roles: Mapping[str, tuple[str, int]]
+) -> dict[str, Samples]:
+    """Global inputs with one sample per seed. The shadow of a float is independent of its element (see samples.py)."""
     random = _Random()
     return {v.name: _random(random, v.type, sizes, seeds, functions, *roles.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
@@ -54,7 +56,7 @@ class _Random:
         return tuple(np.concatenate(parts).reshape(shape) for parts in zip(*pieces, strict=True))
 
 
-def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functions: Functions, role: str, bound: int) -> Lanes:
+def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functions: Functions, role: str, bound: int) -> Samples:
     shape = (seeds, *global_shape(type, sizes))
     if type.dtype.kind == "float":
         shadow, element = random.floats(shape)

@@ -1,4 +1,4 @@
-"""Runs a host program on all ranks in one process, for all random inputs at once. Arrays have one lane per rank and seed (see lanes.py).
+"""Runs a host program on all ranks in one process, for all random inputs at once. Arrays have one sample per rank and seed (see samples.py).
 
 The next rank is the ready rank that has executed the fewest operations. Ranks at the same instruction with equal layouts execute the
 instruction together, unless it communicates.
@@ -17,9 +17,9 @@ import numpy as np
 from hostweave.base.errors import ExecutionError
 from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Access, ByteLayout, Instances, Operation
-from hostweave.check.results.arithmetic import cast_in_lanes, function_of, results_of_kernel
+from hostweave.check.results.arithmetic import cast_in_samples, function_of, results_of_kernel
 from hostweave.check.results.functions import Functions
-from hostweave.check.results.lanes import Exact, Lanes, apply
+from hostweave.check.results.samples import Exact, Samples, apply
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import OFFSET
@@ -35,32 +35,32 @@ REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 
 
 class FieldRanks:
-    """Memory and progress of all ranks. `lanes` is the number of lanes per rank, one per seed."""
+    """Memory and progress of all ranks. `samples` is the number of samples per rank, one per seed."""
 
-    def __init__(self, instances: Instances, matches: Sequence[MatchedCommunications], lanes: int, functions: Functions):
-        self.instances, self.lanes, self.functions = instances, lanes, functions
+    def __init__(self, instances: Instances, matches: Sequence[MatchedCommunications], samples: int, functions: Functions):
+        self.instances, self.samples, self.functions = instances, samples, functions
         self.match_of = {part: matched for matched in matches for part in matched.parts}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.buffers: dict[str, FieldBuffer] = {}
-        self.posted: dict[Operation, Lanes | None] = {}  # data that each posted communication sends
+        self.posted: dict[Operation, Samples | None] = {}  # data that each posted communication sends
         # senders -> delivered data, reduced if the collective reduces
-        self.delivered: dict[tuple[Operation, ...], list[Lanes]] = {}
+        self.delivered: dict[tuple[Operation, ...], list[Samples]] = {}
         self.size_values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, values of the local sizes that the kernel reads
         self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
         self.bound_ops: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of local sizes) -> ops
         self.ops_without_sizes: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> number of an op -> op that reads no sizes
         self.executed: set[tree.Instruction] = set()
         # Called after each write with the rank that owns the memory, the access, and the contents.
-        self.on_write: Callable[[int, Access, Lanes], None] | None = None
+        self.on_write: Callable[[int, Access, Samples], None] | None = None
 
     def buffer(self, root: str) -> FieldBuffer:
         if root not in self.buffers:
             roots = [of[root] for of in self.instances.roots if root in of]
             most = max(of.layout.count for of in roots)
-            self.buffers[root] = FieldBuffer(roots[0].layout, len(self.instances.ranks), self.lanes, most, self.functions)
+            self.buffers[root] = FieldBuffer(roots[0].layout, len(self.instances.ranks), self.samples, most, self.functions)
         return self.buffers[root]
 
-    def put(self, ranks: Sequence[int], root: str, block: Lanes) -> None:
+    def put(self, ranks: Sequence[int], root: str, block: Samples) -> None:
         """Fills an input on ranks that hold the same block."""
         layout = self.instances.roots[ranks[0]][root].layout
         if layout.in_order in ((), ((layout.count, 1),)):
@@ -78,7 +78,7 @@ class FieldRanks:
         regions = [access.region for access in accesses]
         return Views([self.buffer(r.root).view([owner], r.offset, r.layout) for owner, r in zip(owners, regions, strict=True)])
 
-    def fill(self, ranks: Sequence[int], accesses: Sequence[Access], value: Lanes) -> None:
+    def fill(self, ranks: Sequence[int], accesses: Sequence[Access], value: Samples) -> None:
         self.view(ranks, accesses).fill(value)
         if on_write := self.on_write:
             for rank, access in zip(ranks, accesses, strict=True):
@@ -167,7 +167,7 @@ class FieldRanks:
                     if access.writes:
                         self.fill([rank], [access], self.received(rank, part))
 
-    def received(self, rank: int, part: Operation) -> Lanes:
+    def received(self, rank: int, part: Operation) -> Samples:
         instruction, sources = part.instruction, self.match_of[part].sources(part)
         if sources not in self.delivered:
             sent = [self.reduce_terms(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
@@ -179,15 +179,15 @@ class FieldRanks:
             blocks = (share(array.shape, instruction.sent_along, len(part.process_group), number) for array in arrays)
             arrays = [array.ravel()[block.start : block.stop] for array, block in zip(arrays, blocks, strict=True)]
         arrays = arrays or [self.functions.zeros((1,), np.int64)]
-        delivered: Lanes = self.functions.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+        delivered: Samples = self.functions.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         return delivered
 
-    def sent(self, sources: Sequence[Operation]) -> list[Lanes]:
+    def sent(self, sources: Sequence[Operation]) -> list[Samples]:
         return [array for source in sources if (array := self.posted[source]) is not None]
 
-    def reduce_terms(self, op: str, sources: Sequence[Operation]) -> Lanes:
+    def reduce_terms(self, op: str, sources: Sequence[Operation]) -> Samples:
         terms = self.sent(sources)
-        total: Lanes = reduce(getattr(self.functions, REDUCTIONS[op]), terms)
+        total: Samples = reduce(getattr(self.functions, REDUCTIONS[op]), terms)
         return self.functions.divide(total, len(terms)) if op == "avg" else total
 
     def exchange(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
@@ -197,7 +197,7 @@ class FieldRanks:
             reads = [self.exchanged(rank, operation, self.kernels[kernel]), *(self.view([rank], [access]).read() for access in others)]
             self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
 
-    def exchanged(self, rank: int, operation: Operation, kernel: ir.Kernel) -> Lanes:
+    def exchanged(self, rank: int, operation: Operation, kernel: ir.Kernel) -> Samples:
         """Elements that a kernel's collective delivers to a rank, as the kernel's first input."""
         assert kernel.exchanges
         sources, kind = self.match_of[operation].sources(operation), kernel.exchanges.kind
@@ -231,21 +231,21 @@ class FieldRanks:
             results = apply(partial(instruction.computed, self.functions, self.instances.sizes[ranks[0]]), *reads)  # type: ignore[attr-defined]
         self.write(ranks, operations, results)
 
-    def kernel_results(self, name: str, ranks: Sequence[int], operation: Operation, reads: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    def kernel_results(self, name: str, ranks: Sequence[int], operation: Operation, reads: Sequence[Samples]) -> tuple[Samples, ...]:
         if name in self.kernels:
             return self.run_kernel(name, ranks, reads)
         written = [access.region.layout for access in operation.accesses if access.writes]
         return results_of_kernel(name, reads, [(layout.shape, layout.dtype) for layout in written], self.functions)
 
-    def run_kernel(self, name: str, ranks: Sequence[int], arrays: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    def run_kernel(self, name: str, ranks: Sequence[int], arrays: Sequence[Samples]) -> tuple[Samples, ...]:
         kernel = self.kernels[name]
         values: dict[str, Any] = {parameter.name: array for parameter, array in zip(kernel.inputs, arrays, strict=True)}
         for result, function, operands, dtype, offset in self.ops_of(name, ranks[0]):
             computed = apply(function, *[values[operand] if isinstance(operand, str) else operand for operand in operands])
             if offset:
                 offsets = [offset.bind(self.instances.sizes[rank]) for rank in ranks]
-                computed = computed + Exact(np.repeat(offsets, self.lanes)[:, None])
-            values[result] = cast_in_lanes(computed, dtype, self.functions)
+                computed = computed + Exact(np.repeat(offsets, self.samples)[:, None])
+            values[result] = cast_in_samples(computed, dtype, self.functions)
         return tuple(values[result.name] for result in kernel.results)
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
@@ -268,9 +268,9 @@ class FieldRanks:
     def write(self, ranks: Sequence[int], operations: Sequence[Operation], results: Sequence[Any]) -> None:
         columns = [column for column in zip(*(each.accesses for each in operations), strict=True) if column[0].writes]
         if len(columns) > 1:  # A result may overwrite an operand of another result.
-            results = [result.copy() if isinstance(result, Lanes) else result for result in results]
+            results = [result.copy() if isinstance(result, Samples) else result for result in results]
         for column, result in zip(columns, results, strict=True):
-            self.fill(ranks, column, cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
+            self.fill(ranks, column, cast_in_samples(result, column[0].region.layout.dtype, self.functions))
 
 
 def _has_equal_layout(one: Access, other: Access) -> bool:
@@ -279,7 +279,7 @@ def _has_equal_layout(one: Access, other: Access) -> bool:
 
 
 def _sizes_read(op: Op) -> list[Size]:
-    """Sizes that the function of an op reads. Omits the offset of an iota, which may differ between lanes."""
+    """Sizes that the function of an op reads. Omits the offset of an iota, which may differ between samples."""
     shape = op.result.type.shape if OPS[op.kind].target in ("shape", "type") else ()
     return [*shape, *(value for _, value in op.attributes if isinstance(value, Size) and value is not _offset(op))]
 
@@ -330,19 +330,19 @@ class _Queue:
 
 
 class FieldBuffer:
-    """A buffer on all ranks. `parts` are arrays [rank, lane, element]. An unwritten float is NaN, and an unwritten integer is 85."""
+    """A buffer on all ranks. `parts` are arrays [rank, sample, element]. An unwritten float is NaN, and an unwritten integer is 85."""
 
-    def __init__(self, layout: ByteLayout, ranks: int, lanes: int, count: int, functions: Functions):
-        self.lanes, self.count = lanes, count
+    def __init__(self, layout: ByteLayout, ranks: int, samples: int, count: int, functions: Functions):
+        self.samples, self.count = samples, count
         self.views: dict[tuple[object, ...], FieldView] = {}
-        shape = (ranks, lanes, count)
+        shape = (ranks, samples, count)
         if layout.dtype.kind == "float":
-            self.kind: type[Lanes] = functions.real
+            self.kind: type[Samples] = functions.real
             self.parts = [np.full(shape, np.nan), *(np.empty(shape, np.uint64) for _ in range(functions.real.count - 1))]
         else:
             self.kind, self.parts = Exact, [np.full(shape, 85).astype(computing_dtype(layout.dtype))]
 
-    def put(self, ranks: Sequence[int], block: Lanes) -> None:
+    def put(self, ranks: Sequence[int], block: Samples) -> None:
         for part, new in zip(self.parts, self.kind.of(block).parts, strict=True):
             part[ranks, :, : block.size] = new.reshape(len(new), -1)
 
@@ -355,29 +355,29 @@ class FieldBuffer:
         return self.views[key]
 
     def new_view(self, ranks: Sequence[int], start: int, layout: ByteLayout) -> FieldView:
-        lanes = len(ranks) * self.lanes
+        samples = len(ranks) * self.samples
         parts = []
         for part in self.parts:
             size = part.itemsize
-            first = (ranks[0] * self.lanes * self.count + (start if layout.run else 0)) * size
+            first = (ranks[0] * self.samples * self.count + (start if layout.run else 0)) * size
             strides = (self.count * size, *[stride * size for stride in layout.strides])
-            parts.append(np.ndarray((lanes, *layout.shape), part.dtype, part, first, strides))
+            parts.append(np.ndarray((samples, *layout.shape), part.dtype, part, first, strides))
         return FieldView(self.kind(*parts))
 
 
 class FieldView:
-    def __init__(self, array: Lanes):
+    def __init__(self, array: Samples):
         self.array = array
 
     @property
-    def lanes(self) -> int:
-        return self.array.lanes
+    def samples(self) -> int:
+        return self.array.samples
 
-    def read(self) -> Lanes:
+    def read(self) -> Samples:
         """Returns the array. Only `Views` copies the elements."""
         return self.array
 
-    def fill(self, value: Lanes) -> None:
+    def fill(self, value: Samples) -> None:
         """Writes an array with the same number of elements, or one element to all positions."""
         for part, new in zip(self.array.parts, self.array.of(value).parts, strict=True):
             if new.shape[1:] != part.shape[1:]:
@@ -387,22 +387,22 @@ class FieldView:
 
 
 class Views(FieldView):
-    """Memory of several ranks that is not one strided array, as concatenated lanes."""
+    """Memory of several ranks that is not one strided array, as concatenated samples."""
 
     def __init__(self, views: Sequence[FieldView]):
         self.views = views
 
     @property
-    def lanes(self) -> int:
-        return sum(view.lanes for view in self.views)
+    def samples(self) -> int:
+        return sum(view.samples for view in self.views)
 
-    def read(self) -> Lanes:
+    def read(self) -> Samples:
         kind = type(self.views[0].array)
         return kind(*(np.concatenate(parts) for parts in zip(*(view.array.parts for view in self.views), strict=True)))
 
-    def fill(self, value: Lanes) -> None:
+    def fill(self, value: Samples) -> None:
         at = 0
         for view in self.views:
-            own = slice(at, at + view.lanes)
-            view.fill(value if value.lanes == 1 else type(value)(*(part[own] for part in value.parts)))
+            own = slice(at, at + view.samples)
+            view.fill(value if value.samples == 1 else type(value)(*(part[own] for part in value.parts)))
             at = own.stop

@@ -18,8 +18,8 @@ from hostweave.check.operations import Access, Instances, instruction_text
 from hostweave.check.results.arithmetic import MULTIPLICATIVE_EXP, RANDOM_EXP, run_fusion
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.inputs import index_roles, random_inputs
-from hostweave.check.results.lanes import Lanes
 from hostweave.check.results.ranks import FieldRanks
+from hostweave.check.results.samples import Samples
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import NEAR_FACTOR, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
@@ -80,11 +80,11 @@ class Expected:
         self.seeds = seeds or _seeds(self.elements, _has_integers(fusion))
 
     @cached_property
-    def inputs(self) -> dict[str, Lanes]:
+    def inputs(self) -> dict[str, Samples]:
         return random_inputs(self.fusion, self.sizes, self.seeds, self.functions, index_roles(self.fusion, self.sizes))
 
     @cached_property
-    def outputs(self) -> tuple[Lanes, ...]:
+    def outputs(self) -> tuple[Samples, ...]:
         return run_fusion(self.fusion, self.inputs, self.sizes, self.functions)
 
     def of(self, functions: Functions) -> Expected:
@@ -139,8 +139,8 @@ class ComparedOutput:
 
     name: str
     rank: int
-    actual: Lanes
-    expected: Lanes
+    actual: Samples
+    expected: Samples
     block: tuple[Any, ...]  # index of the block in the global output
     shape: tuple[int, ...]  # shape of the global output
 
@@ -157,9 +157,9 @@ class ComparedOutput:
         return np.asarray(~near)
 
     def difference(self, expected: Expected, at: Sequence[int]) -> Difference:
-        """Difference at one element. `at` has the lane, and the index in the block."""
+        """Difference at one element. `at` has the sample, and the index in the block."""
         seed, *index = at
-        values = (float(x.value[min(seed, x.lanes - 1)][tuple(index)]) for x in (self.actual, self.expected))
+        values = (float(x.value[min(seed, x.samples - 1)][tuple(index)]) for x in (self.actual, self.expected))
         places = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
         place = np.unravel_index(places[tuple(index)], self.shape) if self.shape else ()
         return Difference(self.name, self.rank, tuple(map(int, place)), dict(expected.sizes), expected.seeds, *values)
@@ -170,7 +170,7 @@ def computed_outputs(
     instances: Instances,
     matches: Sequence[MatchedCommunications],
     executed: set[tree.Instruction] | None = None,
-    on_write: Callable[[int, Access, Lanes], None] | None = None,
+    on_write: Callable[[int, Access, Samples], None] | None = None,
 ) -> Iterator[ComparedOutput]:
     program, mesh = instances.program, instances.program.mesh
     ranks = FieldRanks(instances, matches, expected.seeds, expected.functions)
@@ -310,14 +310,14 @@ def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.Ho
     return "", None
 
 
-OpsByName = dict[str, tuple[Op, Lanes]]  # name after inlining -> op and value
+OpsByName = dict[str, tuple[Op, Samples]]  # name after inlining -> op and value
 
 
 def _named_values(fusion: Fusion, expected: Expected) -> OpsByName:
     found: OpsByName = {}
     calls: Counter[str] = Counter()
 
-    def observe(body: Fusion, values: Mapping[str, Lanes]) -> None:
+    def observe(body: Fusion, values: Mapping[str, Samples]) -> None:
         calls[body.name] += 1
         prefix, suffix = ("", "") if body is fusion else (f"{body.name}_", f"_{calls[body.name]}" if calls[body.name] > 1 else "")
         found.update({f"{prefix}{op.result.name}{suffix}": (op, values[op.result.name]) for op in body.ops})
@@ -338,7 +338,7 @@ def _first_wrong_value(correct: Fusion, stage: Fusion | ir.HostProgram, found: D
         return None
     last: dict[tuple[str, int], bool] = {}  # (value, rank) -> True if the rank's block is wrong, in the order of the last writes
 
-    def on_write(rank: int, access: Access, actual: Lanes) -> None:
+    def on_write(rank: int, access: Access, actual: Samples) -> None:
         if access.name not in values:
             return
         op, expected = values[access.name]

@@ -63,8 +63,8 @@ class OpDef:
     cpp_of_ints: str = ""  # C++ for ints and bools, if it differs
     prepared: str = ""  # C++ type that prepares an f32 last operand once, for all elements that share the operand
     rounds_operands: bool = False  # kernels round a computed operand of at most 16 bits to its dtype, as a store would
-    lane: str = ""  # C++ function that processes all elements along one dim; such an op is a separate kernel
-    parts_lanes: bool = False  # threads that process a row together write separate elements, so they need no synchronisation
+    fiber: str = ""  # C++ function that processes all elements along one dim; such an op is a separate kernel
+    parts_fibers: bool = False  # threads that process a row together write separate elements, so they need no synchronisation
     in_clusters: bool = False  # a cluster of thread blocks may process several rows together
     gathers: bool = False  # reads its first operand at an index, which is the second operand or is computed
     updates: bool = False  # updates some elements of its first operand in place

@@ -201,9 +201,9 @@ def _sent(types: Types, op: Op) -> IndexMap:
     return IndexMap((*(kept for _ in into), *ends, (INDEXED,)), kept, unwalked=frozenset((INDEXED, OTHER)))
 
 
-_WRITES: dict[str, Any] = {"parts_lanes": True, "whole": "written by indices"}
-OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter", makes="scattered", **_WRITES)
-OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter_sum", partial="sum", is_exact=True, **_WRITES)
+_WRITES: dict[str, Any] = {"parts_fibers": True, "whole": "written by indices"}
+OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), fiber="hw::scatter", makes="scattered", **_WRITES)
+OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), fiber="hw::scatter_sum", partial="sum", is_exact=True, **_WRITES)
 
 # --- dynamic update of a slice -----------------------------------------------------------------------------------------
 
@@ -308,14 +308,14 @@ def _argsort(np: Any, x: Any, axis: int, descending: bool = False, first: int = 
 
 
 OPS["cumsum"] = OpDef(
-    1, _sums_so_far, _whole_rows, lambda np, x, axis: np.cumsum(x, axis, x.dtype), (AXIS,), lane="hw::cumsum<{total}>", whole="added up"
+    1, _sums_so_far, _whole_rows, lambda np, x, axis: np.cumsum(x, axis, x.dtype), (AXIS,), fiber="hw::cumsum<{total}>", whole="added up"
 )
 OPS["argsort"] = OpDef(
-    1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), lane="hw::argsort<{descending}>", in_clusters=True, whole="ordered"
+    1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), fiber="hw::argsort<{descending}>", in_clusters=True, whole="ordered"
 )
 OPS["inverse_order"] = OpDef(  # each row of the operand is a permutation of 0, 1, ..., n - 1
-    1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), lane="hw::inverse_order", whole="ordered"
+    1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), fiber="hw::inverse_order", whole="ordered"
 )
 OPS["group_order"] = OpDef(  # ends of the groups, indices sorted by group, and the position of each element in the sorted order
-    1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), lane="hw::group_order<{groups}>", whole="ordered"
+    1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), fiber="hw::group_order<{groups}>", whole="ordered"
 )

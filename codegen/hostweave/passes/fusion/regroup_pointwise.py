@@ -167,7 +167,7 @@ class _Moving(OpRewriter):
 
 def _is_kernel(op: Op) -> bool:
     entry = OPS[op.kind]
-    return bool(entry.cpp or entry.combine or entry.lane or entry.parts) and not entry.is_view
+    return bool(entry.cpp or entry.combine or entry.fiber or entry.parts) and not entry.is_view
 
 
 def _regrouped(shape: Shape, group: _Group) -> Shape | None:

@@ -411,7 +411,7 @@ def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
     ops = []
     for op in kernel.ops:
         renamed = op.renamed(names)
-        what = replace(renamed, result=Value("", op.result.type)), walked.indices[op.result.name], walked.lanes.get(op.result.name)
+        what = replace(renamed, result=Value("", op.result.type)), walked.indices[op.result.name], walked.fibers.get(op.result.name)
         same = first.setdefault(what, op.result.name)
         if same != op.result.name and op.result.name not in results:
             names[op.result.name] = same

@@ -181,7 +181,7 @@ def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bo
         return False
     names = [p.name for src, p in zip(launch.srcs, kernel.inputs, strict=True) if src in products]
     indices = {walked.indices[name] for name in (*names, *(result.name for result in kernel.results))}
-    return not walked.reduced and not walked.lanes and not walked.joined and len(indices) == 1
+    return not walked.reduced and not walked.fibers and not walked.joined and len(indices) == 1
 
 
 def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:

@@ -133,7 +133,7 @@ class _Reducing:
             return None
         moves = not self.uses.conflict([producer.instruction], [p.instruction for p in later if p is not place])
         has_rows = len(rows) > 1 and rows[-1] == kernels[0].results[0].type.shape[-1]
-        return producer if moves and has_rows and not any(OPS[op.kind].lane or OPS[op.kind].updates for op in kernels[0].ops) else None
+        return producer if moves and has_rows and not any(OPS[op.kind].fiber or OPS[op.kind].updates for op in kernels[0].ops) else None
 
     def named(self, launch: ir.Launch, kernel: ir.Kernel, name: str) -> ir.Launch:
         same = next((name for name, other in self.kernels.items() if other == replace(kernel, name=name)), None)

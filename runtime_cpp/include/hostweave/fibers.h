@@ -1,5 +1,5 @@
-// Gather, scatter, scans and sorting. A lane is a 1-D slice of an array along the dim of the op. If the lanes of the result are
-// contiguous, a block or a team of blocks processes a lane. Otherwise, a thread processes a lane or a part of a lane.
+// Gather, scatter, scans and sorting. A fiber is a 1-D slice of an array along the dim of the op. If the fibers of the result are
+// contiguous, a block or a team of blocks processes a fiber. Otherwise, a thread processes a fiber or a part of a fiber.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -36,14 +36,14 @@ struct Rows {
 };
 
 template <class T>
-struct Lane {
+struct Fiber {
   T* first;
   int64_t length, stride;
 
   HW_DEVICE T& operator[](int64_t i) const { return first[i * stride]; }
 };
 template <class T>
-HW_DEVICE Lane<T> lane(T* first, int64_t length, int64_t stride) {
+HW_DEVICE Fiber<T> fiber(T* first, int64_t length, int64_t stride) {
   return {first, length, stride};
 }
 
@@ -65,13 +65,13 @@ HW_DEVICE T from_total(const Total& total) {
   }
 }
 
-struct Lanes : ThreadGroup<1> {
+struct Fibers : ThreadGroup<1> {
   static HW_DEVICE void sync() {}
 };
 
 #ifdef __CUDACC__
-// The threads of a block. All blocks of a Team visit the same lanes. Only the ops of sort.h divide a lane among these blocks.
-struct BlockLanes : ThreadGroup<0> {
+// The threads of a block. All blocks of a Team visit the same fibers. Only the ops of sort.h divide a fiber among these blocks.
+struct BlockFibers : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
   static __device__ Walk<int64_t> of(int64_t n) {
     if (Team::is_grid()) return {0, n, 1};
@@ -82,7 +82,7 @@ struct BlockLanes : ThreadGroup<0> {
 
 // Inclusive prefix sum over the threads, and the total.
 template <class T>
-__device__ T sums_so_far(BlockLanes, T value, T& all) {
+__device__ T sums_so_far(BlockFibers, T value, T& all) {
   __shared__ T of_warps[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
 #pragma unroll
@@ -101,13 +101,13 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
   return value;
 }
 #else
-using BlockLanes = Lanes;
+using BlockFibers = Fibers;
 #endif
 
-// Elements of a lane whose index modulo kParts is `part`. Adjacent threads process the same part of adjacent lanes.
-struct LanePart {
+// Elements of a fiber whose index modulo kParts is `part`. Adjacent threads process the same part of adjacent fibers.
+struct FiberPart {
 #ifdef __CUDACC__
-  static constexpr int kParts = kLaneParts;
+  static constexpr int kParts = kFiberParts;
 #else
   static constexpr int kParts = 1;
 #endif
@@ -119,23 +119,23 @@ struct LanePart {
   HW_DEVICE int threads() const { return kParts; }
 };
 
-struct LaneParts {  // for (const LanePart i : LaneParts{n})
+struct FiberParts {  // for (const FiberPart i : FiberParts{n})
   int64_t n;
 
   struct Iterator {
     Walk<int64_t>::Iterator at;
     int64_t n;
-    HW_DEVICE LanePart operator*() const { return {*at % n, static_cast<int>(*at / n)}; }
+    HW_DEVICE FiberPart operator*() const { return {*at % n, static_cast<int>(*at / n)}; }
     HW_DEVICE void operator++() { ++at; }
     HW_DEVICE bool operator!=(const Iterator& end) const { return at != end.at; }
   };
-  HW_DEVICE Iterator begin() const { return {over_grid(n * LanePart::kParts).begin(), n}; }
-  HW_DEVICE Iterator end() const { return {over_grid(n * LanePart::kParts).end(), n}; }
+  HW_DEVICE Iterator begin() const { return {over_grid(n * FiberPart::kParts).begin(), n}; }
+  HW_DEVICE Iterator end() const { return {over_grid(n * FiberPart::kParts).end(), n}; }
 };
 
 // y[i] = x[0] + ... + x[i]
 template <class Total, class T, class U>
-HW_DEVICE void cumsum(Lanes, Lane<T> x, Lane<U> y) {
+HW_DEVICE void cumsum(Fibers, Fiber<T> x, Fiber<U> y) {
   Total total{};
   for (int64_t i = 0; i < y.length; ++i) {
     total += accumulated(x[i]);
@@ -144,7 +144,7 @@ HW_DEVICE void cumsum(Lanes, Lane<T> x, Lane<U> y) {
 }
 #ifdef __CUDACC__
 template <class Total, class T, class U>
-__device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
+__device__ void cumsum(BlockFibers block, Fiber<T> x, Fiber<U> y) {
   Total before{};
   for (int64_t tile = 0; tile < y.length; tile += block.threads()) {
     const int64_t i = tile + block.thread();
@@ -158,7 +158,7 @@ __device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
 
 // y[x[i]] = i, for an x that contains each of 0, 1, ..., n - 1 once.
 template <class Group, class T>
-HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
+HW_DEVICE void inverse_order(Group group, Fiber<T> x, Fiber<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
@@ -167,7 +167,7 @@ HW_DEVICE void inverse_order(Group group, Lane<T> x, Lane<int64_t> y) {
 // have position 0. Unused indices are 0.
 template <class U>
 struct GroupOrder {
-  Lane<U> y;
+  Fiber<U> y;
   int64_t groups, length;
 
   HW_DEVICE U& end(int64_t group) const { return y[group]; }
@@ -175,7 +175,7 @@ struct GroupOrder {
   HW_DEVICE U& place(int64_t i) const { return y[groups + length + i]; }
 };
 template <int kGroups, class T, class U>
-HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
+HW_DEVICE void group_order(Fibers, Fiber<T> x, Fiber<U> y) {
   const GroupOrder<U> order{y, kGroups, x.length};
   const auto has_group = [&](int64_t i) { return x[i] >= 0 && x[i] < kGroups; };
   for (int group = 0; group < kGroups; ++group) order.end(group) = 0;
@@ -197,10 +197,10 @@ HW_DEVICE void group_order(Lanes, Lane<T> x, Lane<U> y) {
 // Divides the elements into consecutive parts. One warp per part counts the elements of each group. Elements of one group keep
 // their order.
 template <int kGroups, class T, class U>
-__device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
+__device__ void group_order(BlockFibers block, Fiber<T> x, Fiber<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
   if constexpr (kMost == 0) {
-    if (block.thread() == 0) group_order<kGroups>(Lanes(), x, y);
+    if (block.thread() == 0) group_order<kGroups>(Fibers(), x, y);
   } else {
     __shared__ int counts[kMost][kGroups];  // number of elements of a group in a part; later the position of the next element
     const GroupOrder<U> order{y, kGroups, x.length};
@@ -228,7 +228,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
       if (group >= 0 && __ffs(same) - 1 == lane) counts[warp][group] += __popc(same);
       __syncwarp();
     };
-    __syncthreads();  // Waits until the counts of the previous hw::Lane have been read.
+    __syncthreads();  // Waits until the counts of the previous hw::Fiber have been read.
     for (int i = threadIdx.x; i < parts * kGroups; i += block.threads()) counts[i / kGroups][i % kGroups] = 0;
     __syncthreads();
     for_each([&](int64_t, int group, unsigned same) { add(group, same); });
@@ -258,7 +258,7 @@ __device__ void group_order(BlockLanes block, Lane<T> x, Lane<U> y) {
 }
 
 // True if all threads of this warp are active and have the same part number and index array.
-inline __device__ bool is_one_warp(LanePart own, const int64_t* index) {
+inline __device__ bool is_one_warp(FiberPart own, const int64_t* index) {
   if (__activemask() != ~0u) return false;
   int same_part, same_index;
   __match_all_sync(~0u, own.part, &same_part);
@@ -274,7 +274,7 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 // Calls write(i, place) for each source element i whose destination index[i] is on this rank. One thread makes all writes to a
 // destination, in the order of i.
 template <class Group, class Write>
-HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, Write write) {
+HW_DEVICE void for_each_sent(Group group, Fiber<const int64_t> index, Rows rows, Write write) {
 #ifdef __CUDACC__
   if (is_one_warp(group, index.first)) {  // Each thread loads one index, and the warp shares the indices.
     for (int64_t tile = 0; tile < index.length; tile += 32) {
@@ -297,14 +297,14 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Rows rows, 
 
 // Copies x to y. Then writes source[i] to global index index[i] if this rank holds that index. The last write to an index wins.
 template <class Group, class T>
-HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
+HW_DEVICE void scatter(Group group, Fiber<const T> x, Fiber<const int64_t> index, Fiber<const T> source, Rows rows, Fiber<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
 }
 
 // y[i] is the sum of the source elements with global index rows.first + i. The sum is rounded to T after each addition.
 template <class Group, class T>
-HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Rows rows, Lane<T> y) {
+HW_DEVICE void scatter_sum(Group group, Fiber<const int64_t> index, Fiber<const T> source, Rows rows, Fiber<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) {
     y[place] = from_total<T>(Add()(accumulated(y[place]), accumulated(source[i])));

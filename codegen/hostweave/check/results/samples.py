@@ -1,7 +1,7 @@
-"""Arrays with several lanes. A lane is the copy of an array for one seed, or for one rank and one seed.
+"""Arrays with several samples. A sample is the copy of an array for one seed, or for one rank and one seed.
 
-An array consists of parts, which are NumPy arrays. The first dim of each part is the lane. Shapes and axes omit this dim. A function that
-needs a Python number, for example for a branch, raises NeedsSingleLane. `apply` then calls the function once per lane.
+An array consists of parts, which are NumPy arrays. The first dim of each part is the sample. Shapes and axes omit this dim. A function that
+needs a Python number, for example for a branch, raises NeedsSingleSample. `apply` then calls the function once per sample.
 
 Integers and bools are exact, and have one part. A float is a `Real` with a shadow in f64 and an element of a finite field. In random
 inputs, shadow and element are independent. The shadow decides comparisons of numbers with different elements, sort orders, casts to
@@ -27,12 +27,12 @@ Number = int | float | bool | np.generic
 ROUNDING_TOLERANCE = 1e-9  # relative rounding error up to which a shadow counts as an integer, or a sum as 0
 
 
-class NeedsSingleLane(Exception):
-    """The function needs a Python number, and must be called once per lane."""
+class NeedsSingleSample(Exception):
+    """The function needs a Python number, and must be called once per sample."""
 
 
-class Lanes:
-    """An array with lanes. A constant has one lane, which broadcasts."""
+class Samples:
+    """An array with samples. A constant has one sample, which broadcasts."""
 
     __slots__ = ("parts",)
     __array_ufunc__ = None
@@ -43,7 +43,7 @@ class Lanes:
         self.parts = parts
 
     @property
-    def lanes(self) -> int:
+    def samples(self) -> int:
         return len(self.parts[0])
 
     @property
@@ -67,16 +67,16 @@ class Lanes:
         """The first part: integers, bools or shadows."""
         return self.parts[0]
 
-    def map(self, function: Callable[[Part], Part]) -> Lanes:
+    def map(self, function: Callable[[Part], Part]) -> Samples:
         """Applies a function to all parts. The function may only move elements."""
         return type(self)(*map(function, self.parts))
 
-    def lane(self, number: int) -> Lanes:
-        return self if self.lanes == 1 else self.map(lambda part: part[number : number + 1])
+    def sample(self, number: int) -> Samples:
+        return self if self.samples == 1 else self.map(lambda part: part[number : number + 1])
 
-    def single_lane(self) -> Part:
-        if self.lanes > 1:
-            raise NeedsSingleLane
+    def single_sample(self) -> Part:
+        if self.samples > 1:
+            raise NeedsSingleSample
         value: Part = self.value[0]
         return value
 
@@ -84,12 +84,12 @@ class Lanes:
         return self.shape[0]
 
     def __int__(self) -> int:
-        return int(self.single_lane())
+        return int(self.single_sample())
 
     __index__ = __int__
 
     def __bool__(self) -> bool:
-        return bool(self.single_lane())
+        return bool(self.single_sample())
 
     def any(self) -> bool:
         return bool(self.value.any())
@@ -98,7 +98,7 @@ class Lanes:
     def flat(self) -> Any:
         return self.value.flat
 
-    def __getitem__(self, key: Any) -> Lanes:
+    def __getitem__(self, key: Any) -> Samples:
         key = key_of(key)
         return self.map(lambda part: part[key])
 
@@ -108,23 +108,23 @@ class Lanes:
             part[key] = new
 
     @classmethod
-    def of(cls, value: Any) -> Lanes:
+    def of(cls, value: Any) -> Samples:
         raise NotImplementedError
 
-    def reshape(self, *shape: Any) -> Lanes:
+    def reshape(self, *shape: Any) -> Samples:
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         return self.map(lambda part: part.reshape(len(part), *shape))
 
-    def ravel(self) -> Lanes:
+    def ravel(self) -> Samples:
         return self.reshape(self.size)
 
-    def copy(self) -> Lanes:
+    def copy(self) -> Samples:
         return self.map(np.copy)
 
-    def astype(self, dtype: Any, copy: bool = True) -> Lanes:
+    def astype(self, dtype: Any, copy: bool = True) -> Samples:
         raise NotImplementedError
 
-    def differs(self, other: Lanes) -> Part:
+    def differs(self, other: Samples) -> Part:
         raise NotImplementedError
 
     # Operators call the functions of functions.py.
@@ -139,8 +139,8 @@ class Lanes:
 
 
 def _add_operator(name: str, function: str) -> None:
-    setattr(Lanes, f"__{name}__", lambda self, other: getattr(self.functions, function)(self, other))
-    setattr(Lanes, f"__r{name}__", lambda self, other: getattr(self.functions, function)(other, self))
+    setattr(Samples, f"__{name}__", lambda self, other: getattr(self.functions, function)(self, other))
+    setattr(Samples, f"__r{name}__", lambda self, other: getattr(self.functions, function)(other, self))
 
 
 _OPERATORS = (
@@ -154,27 +154,27 @@ for _pair in _OPERATORS.split():
 
 def key_of(key: Any) -> tuple[Any, ...]:
     keys = key if isinstance(key, tuple) else (key,)
-    return (slice(None), *(each.single_lane() if isinstance(each, Lanes) else each for each in keys))
+    return (slice(None), *(each.single_sample() if isinstance(each, Samples) else each for each in keys))
 
 
-class Exact(Lanes):
+class Exact(Samples):
     __slots__ = ()
 
     @classmethod
-    def of(cls, value: Any) -> Lanes:
-        return value if isinstance(value, Lanes) else cls(np.asarray(value)[None])
+    def of(cls, value: Any) -> Samples:
+        return value if isinstance(value, Samples) else cls(np.asarray(value)[None])
 
-    def astype(self, dtype: Any, copy: bool = True) -> Lanes:
+    def astype(self, dtype: Any, copy: bool = True) -> Samples:
         if np.dtype(dtype).kind == "f":
             return Real.of(self)
         return Exact(self.value.astype(dtype))
 
-    def differs(self, other: Lanes) -> Part:
+    def differs(self, other: Samples) -> Part:
         differ: Part = self.value != other.value
         return differ
 
 
-class Real(Lanes):
+class Real(Samples):
     """Floats, each with a shadow and an element of the field. `exp` is a random function of the element with exp(0) = 1. If the shadow of
     the result underflows to 0, the element of the result is 0 too."""
 
@@ -190,7 +190,7 @@ class Real(Lanes):
             return cls.constant(value)
         if isinstance(value, Real):
             return cls.from_parts(*value.parts)
-        array = value.value if isinstance(value, Lanes) else np.asarray(value)[None]
+        array = value.value if isinstance(value, Samples) else np.asarray(value)[None]
         if array.dtype.kind == "b":
             array = array.astype(np.int64)
         shadow = array.astype(np.float64)
@@ -210,7 +210,7 @@ class Real(Lanes):
     def element(self) -> Part:
         return self.parts[1]
 
-    def astype(self, dtype: Any, copy: bool = True) -> Lanes:
+    def astype(self, dtype: Any, copy: bool = True) -> Samples:
         dtype = np.dtype(dtype)
         if dtype.kind == "f":
             return self
@@ -263,7 +263,7 @@ class Real(Lanes):
         same: Part = self.element == other.element
         return same
 
-    def differs(self, other: Lanes) -> Part:
+    def differs(self, other: Samples) -> Part:
         """True for each element that differs. The shadows decide for infinities and NaN."""
         is_finite = np.isfinite(self.value) & np.isfinite(other.value)
         same = (self.value == other.value) | (np.isnan(self.value) & np.isnan(other.value))
@@ -286,12 +286,12 @@ def rounded_if_near(shadow: Part) -> Part:
 
 
 def is_float(x: Any) -> bool:
-    if isinstance(x, Lanes):
+    if isinstance(x, Samples):
         return isinstance(x, Real)
     return isinstance(x, float | np.floating) or (isinstance(x, np.ndarray) and x.dtype.kind == "f")
 
 
-def aligned(xs: Sequence[Lanes]) -> list[Lanes]:
+def aligned(xs: Sequence[Samples]) -> list[Samples]:
     """Gives all arrays except scalar constants the same number of dims, so that they broadcast from the right."""
     max_ndim = max([x.parts[0].ndim for x in xs])
     return [
@@ -319,16 +319,16 @@ def widest_real(xs: Iterable[Any]) -> type[Real]:
 def values_of(*xs: Any) -> list[Any]:
     """Values of integers and bools. Python ints stay, because they have no dtype."""
     operands = [x if isinstance(x, int) and not isinstance(x, bool) else Exact.of(x) for x in xs]
-    arrays = iter(aligned([x for x in operands if isinstance(x, Lanes)]))
-    return [next(arrays).value if isinstance(x, Lanes) else x for x in operands]
+    arrays = iter(aligned([x for x in operands if isinstance(x, Samples)]))
+    return [next(arrays).value if isinstance(x, Samples) else x for x in operands]
 
 
-def has_lanes(xs: Iterable[Any]) -> bool:
-    return any(isinstance(x, Lanes) or (isinstance(x, list | tuple) and has_lanes(x)) for x in xs)
+def has_samples(xs: Iterable[Any]) -> bool:
+    return any(isinstance(x, Samples) or (isinstance(x, list | tuple) and has_samples(x)) for x in xs)
 
 
 def inner_axis(axis: int, ndim: int) -> int:
-    """Axis of a part. The first axis of a part is the lane."""
+    """Axis of a part. The first axis of a part is the sample."""
     return axis % ndim + 1
 
 
@@ -338,22 +338,22 @@ def inner_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """Calls a function for all lanes at once, or for each lane if it raises NeedsSingleLane."""
+    """Calls a function for all samples at once, or for each sample if it raises NeedsSingleSample."""
     try:
-        return _in_lanes(function(*operands))
-    except NeedsSingleLane:
-        lanes = max(x.lanes for x in operands if isinstance(x, Lanes))
-        single_lane = [[x.lane(i) if isinstance(x, Lanes) else x for x in operands] for i in range(lanes)]
-        return joined_lanes([_in_lanes(function(*single)) for single in single_lane])
+        return _in_samples(function(*operands))
+    except NeedsSingleSample:
+        samples = max(x.samples for x in operands if isinstance(x, Samples))
+        single_sample = [[x.sample(i) if isinstance(x, Samples) else x for x in operands] for i in range(samples)]
+        return joined_samples([_in_samples(function(*single)) for single in single_sample])
 
 
-def _in_lanes(result: Any) -> Any:
+def _in_samples(result: Any) -> Any:
     if isinstance(result, tuple):
-        return tuple(map(_in_lanes, result))
-    return result if isinstance(result, Lanes) else Real.of(result) if is_float(result) else Exact.of(result)
+        return tuple(map(_in_samples, result))
+    return result if isinstance(result, Samples) else Real.of(result) if is_float(result) else Exact.of(result)
 
 
-def joined_lanes(results: Sequence[Any]) -> Any:
+def joined_samples(results: Sequence[Any]) -> Any:
     if isinstance(results[0], tuple):
-        return tuple(joined_lanes(each) for each in zip(*results, strict=True))
+        return tuple(joined_samples(each) for each in zip(*results, strict=True))
     return type(results[0])(*(np.concatenate(parts) for parts in zip(*(x.parts for x in results), strict=True)))
