@@ -188,7 +188,7 @@ class Running:
         if group.hosts > 1 and self.compiled.reaches_memory:
             figures = self.compiled.options.figures.without_peers("the ranks are on several hosts")
             return self.variants.on(figures)._local(group, bound, arrays, stream)
-        if not group.can_exchange and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.optional_transports):
+        if not group.can_coordinate and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.optional_transports):
             why = "communicators of the application map no memory"
             return self._without(why, lambda transport: transport.has_communicator)._local(group, bound, arrays, stream)
         if group.windows.allocated and (other := self._for_windows(group, bound, arrays, out)) is not self:

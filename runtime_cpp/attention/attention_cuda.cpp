@@ -170,8 +170,8 @@ class Engine {
     PackedSequences made{};
     made.batch = problem.q.batch / problem.sequences, made.sequences = problem.sequences;
     made.rows = own(pattern.counted()), made.columns = own(pattern.ends());
-    for (const auto& [name, places] : pattern.places()) {
-      made.operands[made.count++] = {own(places.value.number), places.batch_stride, places.row_stride};
+    for (const auto& [name, offsets] : pattern.offsets()) {
+      made.operands[made.count++] = {own(offsets.value.number), offsets.batch_stride, offsets.row_stride};
     }
     packed = made;
   }

@@ -11,8 +11,8 @@ __global__ void place_sequences_of(PackedSequences p) {
   const int32_t* const offset = p.offsets + batch * (p.sequences + 1) + sequence;
   if (number < all) p.rows[number] = p.columns[number] = offset[1] - offset[0];
   for (int i = 0; i < p.count; ++i) {
-    const auto& [places, batch_stride, row_stride] = p.operands[i];
-    places[number] = static_cast<int32_t>(batch * batch_stride + *offset * row_stride);
+    const auto& [offsets, batch_stride, row_stride] = p.operands[i];
+    offsets[number] = static_cast<int32_t>(batch * batch_stride + *offset * row_stride);
   }
 }
 

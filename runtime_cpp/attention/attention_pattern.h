@@ -68,11 +68,11 @@ class Pattern {
   int64_t ends() const { return lengths_.number; }
 
   // Starts of packed sequences in an operand, and the strides from which the starts are computed.
-  struct Places {
+  struct Offsets {
     Value value;
     int64_t batch_stride, row_stride;
   };
-  const std::map<int64_t, Places>& places() const { return places_; }
+  const std::map<int64_t, Offsets>& offsets() const { return offsets_; }
 
   void forward() {
     const Value scores = masked(biased(scaled(scores_of(of(kK, problem_.k, true)))));
@@ -103,7 +103,7 @@ class Pattern {
     const Value changes = scaled(graph_.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, minus(products, sums), weights));
     to_columns(changes, q_, kKGradient, gradients.k);
 
-    const Value keys = graph_.between(type_, dims_of(problem_.k), strides(problem_.k), places(kK, problem_.k));
+    const Value keys = graph_.between(type_, dims_of(problem_.k), strides(problem_.k), offsets(kK, problem_.k));
     graph_.reshape(k, keys);
     const Value total = own(kQGradient, dims_of(problem_.q), gradients.q);
     graph_.matmul(changes, keys, total, {.m = rows_, .k = lengths_});
@@ -112,14 +112,14 @@ class Pattern {
 
  private:
   Value of(int64_t name, const Heads& x, bool is_turned = false) {
-    return is_turned ? graph_.tensor(name, type_, turned(dims_of(x)), turned(strides(x)), places(name, x))
-                     : graph_.tensor(name, type_, dims_of(x), strides(x), places(name, x));
+    return is_turned ? graph_.tensor(name, type_, turned(dims_of(x)), turned(strides(x)), offsets(name, x))
+                     : graph_.tensor(name, type_, dims_of(x), strides(x), offsets(name, x));
   }
   Heads of_lse() const {
     const int64_t heads = of_rows_[1];
     return {of_rows_[0], heads, of_rows_[2], 1, heads * lse_rows_, lse_rows_, 1};
   }
-  Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, strides(of_lse()), places(kLse, of_lse())); }
+  Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, strides(of_lse()), offsets(kLse, of_lse())); }
 
   // With packed sequences, cuDNN uses the starts of the sequences instead of the batch stride.
   Dims strides(const Heads& x) const {
@@ -127,19 +127,19 @@ class Pattern {
     if (options_.is_packed) result[0] = std::max(x.heads * x.head_stride, x.rows * x.row_stride);
     return result;
   }
-  Value places(int64_t name, const Heads& x) {
+  Value offsets(int64_t name, const Heads& x) {
     if (!options_.is_packed) return {};
-    auto found = places_.find(name);
-    if (found == places_.end()) {
+    auto found = offsets_.find(name);
+    if (found == offsets_.end()) {
       const Value made = graph_.own(CUDNN_DATA_INT32, {scores_[0] + 1, 1, 1, 1});
-      found = places_.emplace(name, Places{made, x.batch_stride, x.row_stride}).first;
+      found = offsets_.emplace(name, Offsets{made, x.batch_stride, x.row_stride}).first;
     }
     return found->second.value;
   }
   // f32 tensor in memory of the plan. Packed sequences start at the same offsets as in operand x.
   Value own(int64_t name, const Dims& dims, const Heads& x) {
     if (!options_.is_packed) return graph_.own(CUDNN_DATA_FLOAT, dims);
-    return graph_.own(CUDNN_DATA_FLOAT, dims, strides(x), extent(x), places(name, x));
+    return graph_.own(CUDNN_DATA_FLOAT, dims, strides(x), extent(x), offsets(name, x));
   }
   // Extent in elements of an operand that holds all sequences.
   int64_t extent(const Heads& x) const {
@@ -179,7 +179,7 @@ class Pattern {
     Heads each = of_result;  // cuDNN multiplies the starts by the number of heads in the group.
     each.heads = heads, each.batch_stride *= group, each.row_stride *= group;
     if (of_result.heads == 1) each.head_stride = of_result.size;
-    const Value of_heads = options_.is_packed ? graph_.own(type_, dims, strides(each), extent(each), places(name, of_result))
+    const Value of_heads = options_.is_packed ? graph_.own(type_, dims, strides(each), extent(each), offsets(name, of_result))
                                               : graph_.between(type_, dims);
     graph_.matmul(of_columns, x, of_heads, ends);
     graph_.reduce_to(result, CUDNN_REDUCE_TENSOR_ADD, of_heads);
@@ -219,7 +219,7 @@ class Pattern {
   const int64_t lse_rows_;  // rows of the log-sum-exps; the problem may have fewer
   Dims scores_{}, of_rows_{};
   Value q_, rows_, lengths_;  // rows_ and lengths_ are set only for lengths or packed sequences
-  std::map<int64_t, Places> places_;
+  std::map<int64_t, Offsets> offsets_;
 };
 
 }  // namespace hw

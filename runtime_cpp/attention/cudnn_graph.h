@@ -71,20 +71,20 @@ inline Dims turned(const Dims& x) { return {x[0], x[1], x[3], x[2]}; }
 // A graph of ops on numbered tensors. Numbers below 16 belong to the caller.
 class Graph {
  public:
-  // With `places`, each batch element starts at the given offset instead of a multiple of the stride.
-  Value tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& places = {}) {
-    return make(number, type, dims, strides, false, false, places);
+  // With `offsets`, each batch element starts at the given offset instead of a multiple of the stride.
+  Value tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& offsets = {}) {
+    return make(number, type, dims, strides, false, false, offsets);
   }
   // A tensor in memory that the attention plan allocates. Elements have four bytes.
   Value own(cudnnDataType_t type, const Dims& dims) { return own(type, dims, row_major(dims), dims[0] * row_major(dims)[0]); }
-  Value own(cudnnDataType_t type, const Dims& dims, const Dims& strides, int64_t elements, const Value& places = {}) {
+  Value own(cudnnDataType_t type, const Dims& dims, const Dims& strides, int64_t elements, const Value& offsets = {}) {
     owned_.emplace(next_, elements * 4);
-    return make(next_++, type, dims, strides, false, false, places);
+    return make(next_++, type, dims, strides, false, false, offsets);
   }
   // A virtual tensor between two ops. A virtual tensor is never in memory.
   Value between(cudnnDataType_t type, const Dims& dims) { return between(type, dims, row_major(dims)); }
-  Value between(cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& places = {}) {
-    return make(next_++, type, dims, strides, true, false, places);
+  Value between(cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& offsets = {}) {
+    return make(next_++, type, dims, strides, true, false, offsets);
   }
   Value number(Number value) {
     numbers_.emplace(next_, value);
@@ -160,7 +160,7 @@ class Graph {
 
  private:
   Value make(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, bool is_virtual, bool by_value,
-             const Value& places = {}) {
+             const Value& offsets = {}) {
     Descriptor& made = descriptors_.emplace_back(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
     made.set(CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, &number);
     made.set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, &type);
@@ -169,7 +169,7 @@ class Graph {
     made.set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, &kAlignment);
     made.set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, &is_virtual);
     made.set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, CUDNN_TYPE_BOOLEAN, &by_value);
-    if (places) made.set(CUDNN_ATTR_TENSOR_RAGGED_OFFSET_DESC, *places.descriptor);
+    if (offsets) made.set(CUDNN_ATTR_TENSOR_RAGGED_OFFSET_DESC, *offsets.descriptor);
     made.finish("a tensor");
     return {&made, dims, type, number};
   }

@@ -51,7 +51,7 @@ cudaError_t release(void* pointer, bool is_host, const char* name) {
   } else if (machine.checking()) {
     auto clock = std::make_shared<Clock>(*machine.host_clock(device));
     const std::size_t actor = machine.host_actor(device);
-    History::Access access{actor, clock->tick(actor), {what.device, 0, name, "", 0, this_thread().place}};
+    History::Access access{actor, clock->tick(actor), {what.device, 0, name, "", 0, this_thread().location}};
     machine.host_clock(device) = clock;
     const Range range = write_of(pointer, what.bytes);
     if (const auto conflict = machine.history.note({range}, access, *clock)) {

@@ -50,7 +50,7 @@ std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue) {
   if (!stream.capture) return std::nullopt;
   Capture& capture = *stream.capture;
   if (capture.invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has invalidated the capture");
-  capture.nodes.push_back({stream.index_in_capture, std::move(enqueue), this_thread().place, {}});
+  capture.nodes.push_back({stream.index_in_capture, std::move(enqueue), this_thread().location, {}});
   Node& node = capture.nodes.back();
   const auto [last, is_first] = capture.last.try_emplace(node.stream);
   if (!is_first) node.after.push_back(last->second);
@@ -132,7 +132,7 @@ namespace {
 
 cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vector<OpPtr>& launched) {
   HostThread& thread = this_thread();
-  const Place place = std::exchange(thread.place, node.place);
+  const Location location = std::exchange(thread.location, node.location);
   int status = 0;
   if (node.enqueue) {
     status = node.enqueue(lock, on);
@@ -141,7 +141,7 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
     for (const std::size_t before : node.after) op->after.push_back(launched[before]);
     Machine::get().enqueue(lock, std::move(op), on);
   }
-  this_thread().place = place;
+  this_thread().location = location;
   if (Machine::get().failed()) return cuda_stopped();
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }

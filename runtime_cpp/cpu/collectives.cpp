@@ -23,7 +23,7 @@ struct Request : Asked {
   bool sends;  // for send and recv
   ncclComm_t comm;
   cudaStream_t stream;
-  Place place;
+  Location location;
 };
 
 struct Group {
@@ -134,9 +134,9 @@ void expect_same(const Header& theirs, const Request& ours, const std::string& i
 }
 
 // Executes one request across processes. Sends and receives data, and then copies or reduces the data.
-class Exchange {
+class ProcessTransfer {
  public:
-  Exchange(const Request& request, std::string issued_as, int rank, int size)
+  ProcessTransfer(const Request& request, std::string issued_as, int rank, int size)
       : r_(request),
         issued_as_(std::move(issued_as)),
         ours_(header_of(r_, issued_as_)),
@@ -159,7 +159,7 @@ class Exchange {
   void finish() {
     if (!r_.data_flows(rank_, rank_)) return;
     if (!r_.reduces()) return copy_bytes(received_from(rank_), r_.send, r_.bytes());
-    Match match;  // Match::exchange reduces the received data of all ranks.
+    Match match;  // Match::transfer reduces the received data of all ranks.
     static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
     match.root = rank_;
@@ -167,7 +167,7 @@ class Exchange {
     for (std::size_t peer = 0; peer < inputs_.size(); ++peer) match.seats[peer].send = inputs_[peer].get();
     match.seats[rank_].send = sent_to(rank_);
     match.seats[rank_].recv = r_.recv;
-    match.exchange();
+    match.transfer();
   }
 
  private:
@@ -195,20 +195,21 @@ class Exchange {
 };
 
 OpName name_of(const Request& r, const Stream& stream) {
-  return {r.comm->device, stream.number, r.name, r.comm->process_group->name, subject_of(r), r.place};
+  return {r.comm->device, stream.number, r.name, r.comm->process_group->name, subject_of(r), r.location};
 }
 
-// Returns the work of an op that exchanges data with other processes.
-std::function<void()> exchange_with_processes(const std::vector<Request>& requests, const Stream& stream) {
+// Returns the work of an op that transfers data with other processes.
+std::function<void()> transfer_between_processes(const std::vector<Request>& requests, const Stream& stream) {
   const ncclComm& comm = *requests.front().comm;
   const int rank = comm.rank, size = comm.process_group->size();
-  std::vector<std::shared_ptr<Exchange>> exchanges;
-  for (const Request& r : requests) exchanges.push_back(std::make_shared<Exchange>(r, name_of(r, stream).text(), rank, size));
-  return across_processes(comm.process_group->shared, [exchanges, size](SharedGroup& shared) {
+  std::vector<std::shared_ptr<ProcessTransfer>> transfers;
+  for (const Request& r : requests)
+    transfers.push_back(std::make_shared<ProcessTransfer>(r, name_of(r, stream).text(), rank, size));
+  return across_processes(comm.process_group->shared, [transfers, size](SharedGroup& shared) {
     Traffic traffic(size);
-    for (const auto& exchange : exchanges) exchange->begin(traffic);
+    for (const auto& transfer : transfers) transfer->begin(traffic);
     if (!shared.move(traffic)) return;
-    for (const auto& exchange : exchanges) exchange->finish();
+    for (const auto& transfer : transfers) transfer->finish();
   });
 }
 
@@ -277,14 +278,14 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
     }
     op->parts.push_back(std::move(part));
   }
-  if (comm.process_group->shared) op->work = exchange_with_processes(requests, *stream);
+  if (comm.process_group->shared) op->work = transfer_between_processes(requests, *stream);
   const bool ordered = machine.ordered_launches() || comm.process_group->shared;
   if (ordered && comm.last && (machine.checking() || !comm.last->done)) op->after.push_back(comm.last);
   comm.last = op;
   HostThread& thread = this_thread();
-  const Place place = std::exchange(thread.place, first.place);
+  const Location location = std::exchange(thread.location, first.location);
   machine.enqueue(lock, std::move(op), *stream);
-  thread.place = place;
+  thread.location = location;
   return machine.failed() ? nccl_stopped() : ncclSuccess;
 }
 
@@ -305,7 +306,7 @@ ncclResult_t submit(std::vector<Request> requests) {
 }
 
 ncclResult_t request(Request r) {
-  r.place = this_thread().place;
+  r.location = this_thread().location;
   Group& g = group();
   if (g.depth == 0) return submit({r});
   g.requests.push_back(r);

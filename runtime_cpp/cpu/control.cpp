@@ -91,28 +91,28 @@ void hw_cpu_fail_call(const char* call, int nth) {
   Machine::get().fail_call(call, nth);
 }
 
-void hw_cpu_place(const char* file, int line, const char* call) {
-  // Place of the last call of this thread. Successive calls often have the same file and text, so this place is reused.
+void hw_cpu_location(const char* file, int line, const char* call) {
+  // Location of the last call of this thread. Successive calls often have the same file and text, so this location is reused.
   thread_local struct {
     const char *file = nullptr, *call = nullptr;
-    Place place;
+    Location location;
   } last;
   Machine& machine = Machine::get();
-  Place& place = this_thread().place;
+  Location& location = this_thread().location;
   if (!file) {
-    place = {};
+    location = {};
     return;
   }
-  const bool same = last.file == file && last.call == call && std::strcmp(last.place.file, file) == 0 &&
-                    std::strcmp(last.place.call, call ? call : "") == 0;
+  const bool same = last.file == file && last.call == call && std::strcmp(last.location.file, file) == 0 &&
+                    std::strcmp(last.location.call, call ? call : "") == 0;
   if (!same) {
     const Lock lock(machine.mutex);
     last.file = file;
     last.call = call;
-    last.place = {machine.intern(file), line, machine.intern(call ? call : "")};
+    last.location = {machine.intern(file), line, machine.intern(call ? call : "")};
   }
-  place = last.place;
-  place.line = line;
+  location = last.location;
+  location.line = line;
 }
 
 const char* hw_cpu_last_report(void) {

@@ -212,7 +212,7 @@ void Machine::enqueue(Lock& lock, OpPtr op, Stream& stream) {
   op->stream = &stream;
   op->name.device = stream.device;
   op->name.stream = stream.number;
-  op->name.place = thread.place;
+  op->name.location = thread.location;
   if (checking_) op->host_clock = host_clock(thread.device);
   const auto order_after = [&](const Stream& other) {
     if (other.last && (checking_ || !other.last->done)) op->after.push_back(other.last);
@@ -286,13 +286,13 @@ void Machine::advance(Lock& lock, Stream& stream) {
   for (const Part& part : op->parts) {
     Match& match = *part.match;
     const bool left_in_buffer = match.kind == CommKind::send_recv && match.buffered && part.index == 0;
-    if (!left_in_buffer && match.state == Match::State::open) exchange(lock, match);
+    if (!left_in_buffer && match.state == Match::State::open) transfer(lock, match);
   }
   if (failed_) {  // The failure has discarded the queues, and perhaps the stream.
     workers_idle_.notify_all();
     return;
   }
-  // Another rank may still execute one of the exchanges of the op. Then the op waits for that exchange.
+  // Another rank may still execute one of the transfers of the op. Then the op waits for that transfer.
   for (const Part& part : op->parts) {
     if (!part.match->satisfied(part.index)) return wait_in_flight();
   }
@@ -396,11 +396,11 @@ void Machine::take_seats(Stream& stream, Op& op) {
   }
 }
 
-void Machine::exchange(Lock& lock, Match& match) {
+void Machine::transfer(Lock& lock, Match& match) {
   match.state = Match::State::running;
   ++running_;
   lock.unlock();
-  match.exchange();
+  match.transfer();
   lock.lock();
   --running_;
   match.state = Match::State::done;

@@ -168,7 +168,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
   const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(memory) - base;
   const Registration ours{{getpid(), allocation->file}, offset, bytes};
   std::vector<Registration> all(size, ours);
-  const auto exchange = [&] {
+  const auto handshake = [&] {
     lock.unlock();
     Traffic traffic(size);
     for (int peer = 0; peer < size; ++peer) {
@@ -181,7 +181,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     return !machine.failed();
   };
   wait_for_ops(lock, comm);  // Earlier ops use the same shared memory.
-  if (!exchange()) return nullptr;
+  if (!handshake()) return nullptr;
   auto windows = std::make_shared<Windows>();
   windows->bytes = bytes;
   for (int peer = 0; peer < size; ++peer) {
@@ -196,7 +196,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     if (!mapped) return nullptr;
     windows->bases.push_back(mapped + there.offset);
   }
-  if (!exchange()) return nullptr;  // Without this barrier, a rank could free memory that another rank still has to map.
+  if (!handshake()) return nullptr;  // Without this barrier, a rank could free memory that another rank still has to map.
   windows->arrived = size;
   return windows;
 }
@@ -279,7 +279,7 @@ ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int pe
   if (known_windows().count(window) == 0) return error(ncclInvalidArgument, "ncclGetPeerDevicePointer: no such window");
   const Windows& windows = *window->windows;
   if (peer < 0 || static_cast<size_t>(peer) >= windows.bases.size() || offset > windows.bytes) {
-    return error(ncclInvalidArgument, "ncclGetPeerDevicePointer: no such place");
+    return error(ncclInvalidArgument, "ncclGetPeerDevicePointer: no such memory");
   }
   *pointer = windows.bases[peer] + offset;
   return ncclSuccess;

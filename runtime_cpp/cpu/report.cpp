@@ -10,10 +10,10 @@
 namespace hostweave::cpu {
 namespace {
 
-std::string place_text(const Place& place) {
-  if (!place.file) return "";
-  const std::string file = place.file;
-  return " (" + file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line) + ")";
+std::string location_text(const Location& location) {
+  if (!location.file) return "";
+  const std::string file = location.file;
+  return " (" + file.substr(file.rfind('/') + 1) + ":" + std::to_string(location.line) + ")";
 }
 
 // Argument n of a call in source text, counted from 0. Argument 1 of "f(a, g(b, c), d)" is "g(b, c)".
@@ -75,10 +75,10 @@ std::string OpName::text() const { return who(*this) + ": " + what(); }
 
 std::string OpName::what() const {
   std::string text = kind;
-  const std::string of = argument(place.call, subject);
+  const std::string of = argument(location.call, subject);
   if (!of.empty() && of.size() < 60) text += " " + of;
   if (*process_group) text += std::string(" over ") + process_group;
-  return text + place_text(place);
+  return text + location_text(location);
 }
 
 std::string Machine::deadlock_report() {
@@ -91,7 +91,7 @@ std::string Machine::deadlock_report() {
       const size_t more = stream->queue.size() - 1;
       if (more) text += ", with " + std::to_string(more) + " operation" + (more > 1 ? "s" : "") + " behind it";
       const OpName& done = stream->last_done;
-      if (done.place.file == head.name.place.file && done.place.file) text += "; done up to " + done.what();
+      if (done.location.file == head.name.location.file && done.location.file) text += "; done up to " + done.what();
     }
   }
   std::vector<HostThread*> hosts = attached_;
@@ -101,7 +101,7 @@ std::string Machine::deadlock_report() {
   for (const HostThread* thread : hosts) {
     text += "\n  host of rank " + std::to_string(thread->device);
     text += thread->waiting ? " waits for " + thread->waits_for : " runs outside the device";
-    text += place_text(thread->place);
+    text += location_text(thread->location);
   }
   return text;
 }

@@ -70,10 +70,10 @@ Block::Block(Part part, std::initializer_list<Dim> dims) {
 int64_t Block::count() const { return std::accumulate(shape_.dims, shape_.dims + shape_.ndim, int64_t{1}, std::multiplies<>()); }
 
 void Block::each(const std::function<void(int64_t, int64_t)>& visit) const {
-  const auto place = [&](int dim, int64_t i) { return begin_[dim] + i + (2 * i < shape_[dim] ? 0 : shift_[dim]); };
+  const auto index = [&](int dim, int64_t i) { return begin_[dim] + i + (2 * i < shape_[dim] ? 0 : shift_[dim]); };
   for (int64_t element = 0, elements = count(); element < elements; ++element) {
     int64_t global = 0, stride = 1, rest = element;
-    for (int i = shape_.ndim; i-- > 0; stride *= global_[i], rest /= shape_[i]) global += place(i, rest % shape_[i]) * stride;
+    for (int i = shape_.ndim; i-- > 0; stride *= global_[i], rest /= shape_[i]) global += index(i, rest % shape_[i]) * stride;
     visit(element, global);
   }
 }

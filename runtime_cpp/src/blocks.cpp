@@ -6,13 +6,13 @@
 namespace hw {
 namespace {
 
-struct Place : Blocks::Block {
+struct BlockPosition : Blocks::Block {
   std::vector<int64_t> start, length;  // per dim of the tensor
 };
 
-Place place_of(int64_t number, const std::vector<Cut>& dims) {
+BlockPosition position_of(int64_t number, const std::vector<Cut>& dims) {
   const size_t ndim = dims.size();
-  Place block{{0, 1}, std::vector<int64_t>(ndim), std::vector<int64_t>(ndim)};
+  BlockPosition block{{0, 1}, std::vector<int64_t>(ndim), std::vector<int64_t>(ndim)};
   for (size_t i = ndim; i-- > 0; number /= dims[i].blocks) {
     const int64_t at = number % dims[i].blocks;
     block.start[i] = dims[i].start(at);
@@ -35,7 +35,7 @@ struct Blocks::Dims {
 
 Blocks::Blocks(std::initializer_list<Cut> dims) { dims_->cut = dims; }
 
-Blocks::Block Blocks::operator[](int64_t number) const { return place_of(number, dims_->cut); }
+Blocks::Block Blocks::operator[](int64_t number) const { return position_of(number, dims_->cut); }
 
 // One 2-D copy covers all dims from the second-to-last split dim on.
 cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const {
@@ -47,7 +47,7 @@ cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs
     if (dims[i].blocks > 1) outer = std::exchange(inner, i);
   }
   for (int64_t number = 0; number < blocks; ++number) {
-    const Place block = place_of(number, dims);
+    const BlockPosition block = position_of(number, dims);
     size_t pitch = itemsize, row = itemsize, rows = 1;
     for (size_t i = inner; i < dims.size(); ++i) pitch *= dims[i].size, row *= block.length[i];
     for (size_t i = outer; i < inner; ++i) rows *= block.length[i];

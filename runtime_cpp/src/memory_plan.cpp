@@ -207,9 +207,9 @@ MemoryPlan::Bytes MemoryPlan::place() {
       chosen.push_back(lifetimes[i]);
     }
     number_moments(chosen);
-    std::vector<size_t> places(chosen.size());
-    const size_t bytes = hw::place(chosen, places, bound);
-    for (size_t k = 0; k < numbers.size(); ++k) offsets[numbers[k]] = places[k];
+    std::vector<size_t> found(chosen.size());
+    const size_t bytes = hw::place(chosen, found, bound);
+    for (size_t k = 0; k < numbers.size(); ++k) offsets[numbers[k]] = found[k];
     return bytes;
   };
   const size_t in_windows = place_those(true);

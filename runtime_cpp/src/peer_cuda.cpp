@@ -156,7 +156,7 @@ struct PeerGroup::State {
 
   // Calls `look` between two barriers. There, `look` can read the entries of the other ranks (`seats`) in the segment.
   template <class Look>
-  void exchange(const char* what, const Look& look) {
+  void handshake(const char* what, const Look& look) {
     meet(what);
     look();
     meet(what);
@@ -294,7 +294,7 @@ PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double 
 
   HW_CHECK(cudaGetDevice(&state.device));
   state.seat().card = card_of_rank();
-  state.exchange("transport peer", [&] {
+  state.handshake("transport peer", [&] {
     for (int64_t each = 0; each < size; ++each) {
       if (state.segment->seats[each].card.process != getpid()) state.in_process = false;
     }
@@ -302,11 +302,11 @@ PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double 
   void* const trial = allocate(kPiece);
   state.seat().card = with_memory(state.seat().card, trial);
   std::string why = state.try_words();
-  state.exchange("transport peer", [&] {
+  state.handshake("transport peer", [&] {
     if (why.empty()) why = state.try_memory();
     std::strncpy(state.seat().why, why.c_str(), sizeof state.seat().why - 1);
   });
-  state.exchange("transport peer", [&] {
+  state.handshake("transport peer", [&] {
     for (int64_t each = 0; each < size && state.out_of_reach.empty(); ++each) {
       if (const char* const one = state.segment->seats[each].why; *one)
         state.out_of_reach = "rank " + std::to_string(each) + " of the channel: " + one;
@@ -333,7 +333,7 @@ PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
   if (state.unmapped(mapping.number) < state.unmapped_before(mapping.number))
     throw ExecutionError("transport peer: more than " + std::to_string(kMappings) + " pieces of memory are mapped");
   std::string why;
-  state.exchange("transport peer: mapping memory", [&] {
+  state.handshake("transport peer: mapping memory", [&] {
     for (int64_t peer = 0; peer < state.size; ++peer) {
       const Segment::Seat& seat = state.segment->seats[peer];
       void* const begin = peer == state.rank ? data : open_memory(opened->own, seat.card);

@@ -96,10 +96,11 @@ cudaError_t Channel::wait_signal(int64_t peer, int number, cudaStream_t stream) 
   return peers_->wait_signal(peer, number, stream);
 }
 
-char* Channel::on_peer(int64_t peer, const char* place) const {
+char* Channel::on_peer(int64_t peer, const char* address) const {
   if (!shared_ || ranks_.empty()) return nullptr;
   for (const SharedMemory& memory : *shared_) {
-    if (place >= memory.data && place < memory.data + memory.bytes) return memory.peers[ranks_[peer]] + (place - memory.data);
+    if (address >= memory.data && address < memory.data + memory.bytes)
+      return memory.peers[ranks_[peer]] + (address - memory.data);
   }
   return nullptr;
 }

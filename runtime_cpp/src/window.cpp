@@ -247,8 +247,8 @@ std::string why_no_windows(const Channel& channel) {
   return why;
 }
 
-size_t WindowArena::offset(const void* place) const {
-  const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(windows_->memory_.data));
+size_t WindowArena::offset(const void* address) const {
+  const auto offset = static_cast<size_t>(static_cast<const char*>(address) - static_cast<const char*>(windows_->memory_.data));
   if (offset > windows_->memory_.bytes) throw ExecutionError("peers cannot reach memory outside of windows: use allocate_window");
   return offset;
 }
@@ -270,12 +270,12 @@ cudaError_t WindowArena::end_call(cudaStream_t caller) const {
 
 ncclWindow_t WindowArena::window(const Channel& channel) const { return windows_->registered(channel).window; }
 
-void* WindowArena::place_on_peer(const Channel& channel, int64_t peer, const void* place) const {
-  const auto* const at = static_cast<const char*>(place);
+void* WindowArena::address_on_peer(const Channel& channel, int64_t peer, const void* address) const {
+  const auto* const at = static_cast<const char*>(address);
   const auto* const begin = static_cast<const char*>(windows_->memory_.data);
   const bool is_own = at >= begin && at < begin + windows_->memory_.bytes;
   if (char* const shared = is_own ? nullptr : channel.on_peer(peer, at)) return shared;
-  return windows_->registered(channel).peers[peer] + offset(place);
+  return windows_->registered(channel).peers[peer] + offset(address);
 }
 
 WindowArena::Memory WindowArena::memory() const {

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: E402
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
-from hostweave.runtime.exchange import CallSignature  # noqa: E402
+from hostweave.runtime.coordinator import CallSignature  # noqa: E402
 from hostweave.torch.randomness import new_seeds  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -126,7 +126,7 @@ def test_processes_with_other_seeds_are_refused(has_board: bool) -> None:
     """Simulates a group of two processes. The first process draws the seeds 1 and 2. This process draws other seeds."""
 
     class TwoProcesses:
-        in_process, rank, count, can_exchange, call_timeout = False, 1, 2, True, 1.0
+        in_process, rank, count, can_coordinate, call_timeout = False, 1, 2, True, 1.0
 
         def same_on_host(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
             return value == hash((1, 2)) if has_board else None

@@ -16,7 +16,7 @@ from four_ranks import AG_MATMUL, RANKS, Here, W, X, ag_matmul, twice, x_of
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime import watchdog
-from hostweave.runtime.exchange import CallSignature, StoreExchange
+from hostweave.runtime.coordinator import CallSignature, StoreCoordinator
 from hostweave.runtime.standstill import RankPosition
 from hostweave.runtime.stores import MemoryStore
 
@@ -73,13 +73,13 @@ def test_processes_compare_sizes_at_every_call_with_verify_calls() -> None:
 @pytest.mark.parametrize(("by", "exchanges"), [("memory", 3), ("store", 6)])
 def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchanges: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
-    gather = StoreExchange.gather
+    gather = StoreCoordinator.gather
 
-    def counted(self: StoreExchange, record: str, timeout: float) -> list[str]:
+    def counted(self: StoreCoordinator, record: str, timeout: float) -> list[str]:
         gathered.append(1)
         return gather(self, record, timeout)
 
-    monkeypatch.setattr(StoreExchange, "gather", counted)
+    monkeypatch.setattr(StoreCoordinator, "gather", counted)
     if by == "store":  # The ranks have no shared memory, like ranks on two hosts.
         monkeypatch.setattr(hw.Group, "make_barrier", lambda group: (None,))
 
@@ -136,7 +136,7 @@ def test_a_rank_sends_its_message_before_it_aborts_its_channels() -> None:
     def rank(group: hw.Group) -> list[int]:
         class Channel:
             def __del__(self) -> None:
-                seen.append(group.exchange.left())
+                seen.append(group.coordinator.left())
 
         seen: list[dict[int, int]] = []
         group.members["cuda"] = Channel()

@@ -61,9 +61,9 @@ def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
         model.prepare(*({"T": rows} for rows in range(1, sizes + 1)))
         for rows in order[: calls // 10]:
             model(x[:rows], out=out[:rows])
-        hw.init().exchange.gather("", 10)
+        hw.init().coordinator.gather("", 10)
         before = matmuls(), allocations(), resident_bytes()
-        hw.init().exchange.gather("", 10)
+        hw.init().coordinator.gather("", 10)
         for i, rows in enumerate(order):
             model(x[:rows], out=out[:rows])
             if i % 50 == 0:

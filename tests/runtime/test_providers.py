@@ -15,7 +15,7 @@ import pytest
 from forked import Forked
 
 from hostweave.base.errors import ArgumentError, ExecutionError
-from hostweave.runtime.exchange import StoreExchange
+from hostweave.runtime.coordinator import StoreCoordinator
 from hostweave.runtime.launchers import LaunchedRank, first_node, launched
 from hostweave.runtime.providers import MPI, Communicators, Environment, Threads, TorchStore, close_servers, default_provider
 from hostweave.runtime.rendezvous import meet
@@ -202,8 +202,8 @@ rank, count = provider.rank_and_count("default")
 store = provider.store("default", 20)
 worlds = [meet(store, group, rank, count, 20) for group in ("default", "other", "default")]
 print(provider.local_rank, [w.local_rank(rank) for w in worlds], *[w.prefix for w in worlds])
-from hostweave.runtime.exchange import StoreExchange
-StoreExchange(store, worlds[0].prefix, rank, count).gather("done", 20)
+from hostweave.runtime.coordinator import StoreCoordinator
+StoreCoordinator(store, worlds[0].prefix, rank, count).gather("done", 20)
 store.close()
 """
     common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -220,14 +220,14 @@ def test_torch_distributed_with_the_same_environment() -> None:
     script = """
 import os
 import torch.distributed as dist
-from hostweave.runtime.exchange import StoreExchange
+from hostweave.runtime.coordinator import StoreCoordinator
 from hostweave.runtime.providers import Environment, TorchStore
 from hostweave.runtime.rendezvous import meet
 rank = int(os.environ["RANK"])
 def world(provider):
     store = provider.store("default", 20)
     found = meet(store, "default", *provider.rank_and_count("default"), 20)
-    return StoreExchange(store, found.prefix, rank, 2).gather(f"from {rank}", 20)
+    return StoreCoordinator(store, found.prefix, rank, 2).gather(f"from {rank}", 20)
 before = world(Environment())
 dist.init_process_group("gloo")
 print(before, world(Environment()), world(TorchStore()))
@@ -250,7 +250,7 @@ def test_torch_store_of_tcp() -> None:
         provider = TorchStore(store, rank, 2)
         ours = provider.store("default", 20)
         world = meet(ours, "default", *provider.rank_and_count("default"), 20)
-        records = StoreExchange(ours, world.prefix, rank, 2).gather(str(rank), 20)
+        records = StoreCoordinator(ours, world.prefix, rank, 2).gather(str(rank), 20)
         done.wait()
         return records
 
@@ -298,7 +298,7 @@ def test_mpi(spread: bool) -> None:
         store = provider.store("default", 20)
         world = meet(store, "default", *provider.rank_and_count("default"), 20)
         again = provider.store("default", 20)  # This call makes no collective of MPI.
-        records = StoreExchange(again, world.prefix, rank, 3).gather(str(rank), 20)
+        records = StoreCoordinator(again, world.prefix, rank, 3).gather(str(rank), 20)
         for one in (store, again):
             assert isinstance(one, TcpStore)
             one.close()

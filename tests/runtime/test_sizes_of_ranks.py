@@ -43,10 +43,10 @@ group = anew(0)
 program = hw.compile(gathered, options=options)
 said(lambda: call(program, 2 + rank))  # at the first call
 said(lambda: call(program, 2))
-number = group.exchange.number
+number = group.coordinator.number
 for _ in range(3):
     call(program, 2)
-assert group.exchange.number == number
+assert group.coordinator.number == number
 said(lambda: call(program, 4 + rank))  # both sizes are new
 said(lambda: call(program, 3, columns=5 + rank))
 said(lambda: call(program, 7 - rank))  # blocks of 13 rows, without sizes=
@@ -54,10 +54,10 @@ said(lambda: call(program, 7, sizes={"M": 13 + rank, "K": 3}))
 said(lambda: call(program, 2 - rank, sizes={"M": 3, "K": 3}))
 said(lambda: program.prepare({"M": 6 + 2 * rank, "K": 3}))
 said(lambda: program.prepare({"M": 6, "K": 3}, {"M": 8, "K": 3}))
-number = group.exchange.number
+number = group.coordinator.number
 said(lambda: call(program, 4))
 said(lambda: call(program, 3))
-assert group.exchange.number == number + 2
+assert group.coordinator.number == number + 2
 other = hw.compile(gathered, options=options)
 said(lambda: other(np.ones((2, 3), np.float32), np.ones(3, np.float64 if rank else np.float32)))  # a wrong array at the first call
 said(lambda: call(other, 2))
@@ -193,10 +193,10 @@ def test_a_call_of_the_last_sizes_exchanges_nothing(transport: str) -> None:
 group = anew(0)
 program = hw.compile(gathered, options=options)
 call(program, 2), call(program, 3)
-exchanges = [group.exchange.number]
+exchanges = [group.coordinator.number]
 for rows in (3, 3, 2, 2, 3):
     call(program, rows)
-    exchanges.append(group.exchange.number - exchanges[0])
+    exchanges.append(group.coordinator.number - exchanges[0])
 print(*exchanges[1:], group.barrier[0] is not None)
 """
     assert on_two_ranks(script, transport) == [["0 0 1 1 2 True"]] * 2

@@ -21,7 +21,7 @@ from test_providers import free_port, in_threads
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
-from hostweave.runtime.exchange import Exchange, Failed, PeerLost, StoreExchange, ThreadExchange, ThreadTable
+from hostweave.runtime.coordinator import Coordinator, Failed, PeerLost, StoreCoordinator, ThreadCoordinator, ThreadTable
 from hostweave.runtime.providers import (
     Environment,
     TorchStore,
@@ -453,28 +453,28 @@ def test_two_processes_of_one_rank() -> None:
 
 
 @pytest.fixture(params=["store", "threads"])
-def seats(request: pytest.FixtureRequest) -> list[Exchange]:
+def seats(request: pytest.FixtureRequest) -> list[Coordinator]:
     if request.param == "store":
         store = MemoryStore()
-        return [StoreExchange(store, "prefix", rank, 3) for rank in range(3)]
+        return [StoreCoordinator(store, "prefix", rank, 3) for rank in range(3)]
     table = ThreadTable([None] * 3)
-    return [ThreadExchange(table, rank) for rank in range(3)]
+    return [ThreadCoordinator(table, rank) for rank in range(3)]
 
 
-def test_gather_returns_the_records_of_all_ranks(seats: list[Exchange]) -> None:
+def test_gather_returns_the_records_of_all_ranks(seats: list[Coordinator]) -> None:
     def rank(rank: int) -> list[list[str]]:
         return [seats[rank].gather(f"{rank} in {number}", 10) for number in range(20)]
 
     assert in_threads(3, rank) == [[[f"{rank} in {number}" for rank in range(3)] for number in range(20)]] * 3
 
 
-def test_a_rank_that_does_not_come(seats: list[Exchange]) -> None:
+def test_a_rank_that_does_not_come(seats: list[Coordinator]) -> None:
     errors = in_threads(2, lambda rank: seats[rank].gather("", 0.3))
     assert [type(error) for error in errors] == [PeerLost] * 2
     assert [error.ranks for error in errors] == [(2,)] * 2
 
 
-def test_a_failure_ends_the_waiting(seats: list[Exchange]) -> None:
+def test_a_failure_ends_the_waiting(seats: list[Coordinator]) -> None:
     started = time.monotonic()
     with soon(seats[2].fail, "rank 2: no data"):
         errors = in_threads(2, lambda rank: seats[rank].gather("", 30))
@@ -489,10 +489,10 @@ def test_a_thread_that_has_ended() -> None:
     gone.start()
     gone.join()
     table = ThreadTable([None, None, gone])
-    errors = in_threads(2, lambda rank: ThreadExchange(table, rank).gather("", 30))
+    errors = in_threads(2, lambda rank: ThreadCoordinator(table, rank).gather("", 30))
     assert [str(error) for error in errors] == ["rank 2: its thread has ended"] * 2
 
 
-def test_notes(seats: list[Exchange]) -> None:
+def test_notes(seats: list[Coordinator]) -> None:
     seats[1].publish_position("at call 3")
     assert seats[0].gather_positions() == [None, "at call 3", None]

@@ -11,7 +11,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError
-from hostweave.runtime.exchange import CallSignature
+from hostweave.runtime.coordinator import CallSignature
 from hostweave.runtime.team import Team
 
 

@@ -164,7 +164,7 @@ def test_threads_save_measurements_at_the_same_time() -> None:
 
 def test_ranks_that_cannot_agree() -> None:
     class Group:
-        name, count, in_process, can_exchange = "g", 2, False, False
+        name, count, in_process, can_coordinate = "g", 2, False, False
 
         def expect_working(self) -> None:
             pass

@@ -35,14 +35,14 @@ for fusion in (product, local):
         return program(np.full((rows, 16), rank + 1, np.float32), w)
 
     np.testing.assert_array_equal(call(20)[:1], np.full((1, 32), 16.0 * (rank + 1 if fusion is local else 1)))
-    number = group.exchange.number
+    number = group.coordinator.number
     for attempt in range(4):  # one rank binds a new array, and the other rank binds its old array again; then both call
         bound = program.bind(w=w.copy()) if attempt % 2 == rank else program.bind(w=w)
         for _ in range(2):
             bound(np.full((20, 16), rank + 1, np.float32))
-    assert group.exchange.number == number
+    assert group.coordinator.number == number
     call(24)
-    assert (group.exchange.number > number) == (fusion is product)
+    assert (group.coordinator.number > number) == (fusion is product)
     if fusion is local and rank == 0:
         call(28)  # alone
 print("done", sorted(algorithm[0] for algorithm in program.module.measured_algorithms().values()))

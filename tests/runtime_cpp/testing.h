@@ -44,7 +44,7 @@ inline std::string where(int line, const std::string& text) { return "line " + s
   (std::string(text).find(part) != std::string::npos \
        ? void()                                      \
        : throw testing::Failure(testing::where(__LINE__, std::string("no \"") + (part) + "\" in: " + (text))))
-#define OK(call) (hw_cpu_place(__FILE__, __LINE__, #call), testing::ok(call, __LINE__, #call))
+#define OK(call) (hw_cpu_location(__FILE__, __LINE__, #call), testing::ok(call, __LINE__, #call))
 
 inline void ok(int code, int line, const char* call) {
   if (code != 0) throw Failure(where(line, std::string(call) + " gave " + std::to_string(code) + "; " + hw_cpu_last_report()));

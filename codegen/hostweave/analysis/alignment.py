@@ -17,7 +17,7 @@ class Unaligned:
     """A matmul of known sizes with unaligned rows."""
 
     matmul: ir.Matmul
-    step: int  # aligned sizes are multiples of this number of elements
+    multiple: int  # aligned sizes are multiples of this number of elements
     sizes: Mapping[str, int]  # m, n and k
     dims: tuple[str, ...]  # unaligned dims among k, m and n: contiguous in a matrix, and not a multiple of 16 bytes there
     pitched: tuple[str, ...]  # fields of the matrices whose rows do not all begin at multiples of 16 bytes
@@ -36,7 +36,7 @@ def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> b
 
 def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Machine) -> Unaligned | None:
     """Describes a matmul of 16-bit floats or in TF32 that is slow because of unaligned rows. None for all other instructions, for unknown
-    sizes or strides, and if an unaligned dim is smaller than `step`."""
+    sizes or strides, and if an unaligned dim is smaller than `multiple`."""
     if not isinstance(i, ir.Matmul):
         return None
     matrices = {field: types[getattr(i, field)] for field in SIDES}
@@ -48,17 +48,17 @@ def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Mac
     sizes = {"m": m, "n": n, "k": k}
     ragged, pitched = set[str](), list[str]()
     for field, type in matrices.items():
-        step = BYTES // type.dtype.itemsize
+        multiple = BYTES // type.dtype.itemsize
         row, other = rows_of(type)
-        if sizes[SIDES[field][row]] % step:
+        if sizes[SIDES[field][row]] % multiple:
             ragged.add(SIDES[field][row])
-        if int(strides_of(type)[other]) % step and type.shape[other] != Size():
+        if int(strides_of(type)[other]) % multiple and type.shape[other] != Size():
             pitched.append(field)
-    step = BYTES // min(a.dtype.itemsize, dst.dtype.itemsize)
-    if not (ragged or pitched) or any(sizes[dim] < step for dim in ragged):
+    multiple = BYTES // min(a.dtype.itemsize, dst.dtype.itemsize)
+    if not (ragged or pitched) or any(sizes[dim] < multiple for dim in ragged):
         return None
     batch = int(product(dst.shape[:-2]))
     moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # dim -> elements that the matmul for the rest of the dim reads or updates
     rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
     gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
-    return Unaligned(i, step, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)
+    return Unaligned(i, multiple, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

@@ -19,7 +19,7 @@ class NotOneKernel(Exception):
 
 
 @dataclass(frozen=True)
-class Span:
+class OperandRange:
     """Range that an operand of a concat or pad fills along one dim of the result."""
 
     dim: int
@@ -46,7 +46,7 @@ class Iteration:
     reduced: tuple[str, ...]
     fibers: dict[str, int]  # value -> its dim without a loop: data indexes the dim, or an op needs the whole dim
     parts: dict[str, dict[str, str]]  # value -> index -> name of the part
-    joined: dict[str, tuple[tuple[Span, ...], ...]]  # result of a concat or pad -> ranges of every operand
+    joined: dict[str, tuple[tuple[OperandRange, ...], ...]]  # result of a concat or pad -> ranges of every operand
 
     def is_whole(self, value: str) -> bool:
         """True if a value varies along a reduced index."""
@@ -124,11 +124,13 @@ def _iteration(kernel: Kernel) -> Iteration:
     update = _update_of(kernel)
     _check_fibers(kernel, fibers, walked)
     sizes, indices, parts = _labelled(types, fibers, shared, update)
-    spans: dict[str, tuple[tuple[Span, ...], ...]] = {}
+    spans: dict[str, tuple[tuple[OperandRange, ...], ...]] = {}
     for op, name, starts in joined:
         made = op.result.name
         ends = {i: start + types[name].shape[i] for i, start in starts.items()}
-        found = (Span(i, indices[made][i], shared.part((name, i)), shared.part((made, i)), start, ends[i]) for i, start in starts.items())
+        found = (
+            OperandRange(i, indices[made][i], shared.part((name, i)), shared.part((made, i)), start, ends[i]) for i, start in starts.items()
+        )
         spans[made] = (*spans.get(made, ()), tuple(found))
     return _checked(Iteration(sizes, indices, (), (), fibers, parts, spans), kernel)
 

@@ -53,7 +53,7 @@ class CallEvent:
 @dataclass(frozen=True)
 class OnRanks:
     mesh: Mesh
-    steps: MemoryEvents
+    events: MemoryEvents
 
 
 MemoryEvent = Begin | End | JoinEvent | CallEvent | OnRanks
@@ -85,30 +85,30 @@ class _Walk:
 
     def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> MemoryEvents:
         known, own = dict(outer), dict[str, Begin]()
-        steps = self.steps(body, known, own)
-        return (*steps, *map(End, own.values())) if is_nested else steps
+        events = self.events(body, known, own)
+        return (*events, *map(End, own.values())) if is_nested else events
 
-    def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> MemoryEvents:
+    def events(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> MemoryEvents:
         """Events of the instructions of a body. `own` collects the buffers that begin in the body or its `on` bodies, and have not
         ended."""
-        steps: list[MemoryEvent] = []
+        events: list[MemoryEvent] = []
         for i in body:
             for name in tree.names(i, "allocate"):
                 place = next(self.allocates)
                 own[name] = known[name] = begin = Begin(place, self.slots(place.stream) if place.stream else 1)
-                steps.append(begin)
+                events.append(begin)
             for name in tree.names(i, "free"):
                 own.pop(name, None)
-                steps.append(End(known[name]))
-            steps += map(JoinEvent, tree.names(i, "join"))
-            steps += (CallEvent(name) for name in tree.names(i, "call") if name in allocating_functions(self.program))
+                events.append(End(known[name]))
+            events += map(JoinEvent, tree.names(i, "join"))
+            events += (CallEvent(name) for name in tree.names(i, "call") if name in allocating_functions(self.program))
             if i.trips is not None and i.trips.is_int:
                 self.counts.update(dict.fromkeys(tree.names(i, "index"), int(i.trips)))
             if i.ranks:
-                steps += (OnRanks(i.ranks, self.steps(inner, known, own)) for inner in tree.bodies(i))
+                events += (OnRanks(i.ranks, self.events(inner, known, own)) for inner in tree.bodies(i))
                 continue
-            steps += (step for inner in tree.bodies(i) for step in self.body(inner, known))
-        return tuple(steps)
+            events += (event for inner in tree.bodies(i) for event in self.body(inner, known))
+        return tuple(events)
 
     def slots(self, stream: tree.Slot) -> int:
         """Smallest known n for which a stream block runs only on the streams 0 to n - 1."""
@@ -122,24 +122,24 @@ class _Walk:
         return streams
 
 
-def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Removes ends and joins without effect. `follows` is True if a live range may begin after `steps`.
+def _needed(events: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
+    """Removes ends and joins without effect. `follows` is True if a live range may begin after `events`.
 
     An end or join has no effect if no live range begins later. An end also has none if a join of its pool precedes the next begin. A join
     also has none if its pool has no buffers.
     """
-    pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
+    pools |= {begin.place.stream[0] for begin in begins(events) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
     result: list[MemoryEvent] = []
-    for step in reversed(steps):
-        match step:
+    for event in reversed(events):
+        match event:
             case Begin() | CallEvent():
                 follows = True
                 joined.clear()
             case OnRanks(mesh, inner):
                 if not (inner := _needed(inner, follows, pools)):
                     continue
-                step = OnRanks(mesh, inner)
+                event = OnRanks(mesh, inner)
                 if any(isinstance(one, Begin | CallEvent) for one in flat(inner)):
                     follows = True
                     joined.clear()
@@ -150,15 +150,15 @@ def _needed(steps: MemoryEvents, follows: bool, pools: frozenset[str] = frozense
                 if not follows or stream not in pools:
                     continue
                 joined.add(stream)
-        result.append(step)
+        result.append(event)
     return tuple(reversed(result))
 
 
-def flat(steps: MemoryEvents) -> Iterator[MemoryEvent]:
+def flat(events: MemoryEvents) -> Iterator[MemoryEvent]:
     """All events in order, with the contents of `OnRanks`."""
-    for step in steps:
-        yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
+    for event in events:
+        yield from flat(event.events) if isinstance(event, OnRanks) else (event,)
 
 
-def begins(steps: MemoryEvents) -> tuple[Begin, ...]:
-    return tuple(step for step in flat(steps) if isinstance(step, Begin))
+def begins(events: MemoryEvents) -> tuple[Begin, ...]:
+    return tuple(event for event in flat(events) if isinstance(event, Begin))

@@ -1,4 +1,4 @@
-"""Finds CUDA headers and libraries: in NCCL_HOME, the toolkit, the pip wheels, then the system. Each place may be incomplete."""
+"""Finds CUDA headers and libraries: in NCCL_HOME, the toolkit, the pip wheels, then the system. Each of these may be incomplete."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _find(major: int, roots: list[Path]) -> Cuda:
     def find(folders: tuple[str, ...], packages: dict[str, str]) -> Iterator[CudaPart]:
         for name, package in packages.items():
             candidates_of_file = (root / folder / name for root in roots for folder in folders)
-            yield CudaPart(name, next((place for place in candidates_of_file if place.is_file()), None), package)
+            yield CudaPart(name, next((file for file in candidates_of_file if file.is_file()), None), package)
 
     headers = {
         "cuda_runtime_api.h": f"nvidia-cuda-runtime{wheel}",

@@ -163,13 +163,13 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
     match_of = {part: matched for matched in matches for part in matched.parts}
     waited_before = {after.parts[0]: before.parts[1] for before, after in pairwise(signals) if before.counter == after.counter}
     reached: set[Operation] = set()
-    places = [0] * len(instances.ranks)
+    positions = [0] * len(instances.ranks)
     has_moved = True
     while has_moved:
         has_moved = False
         for rank, operations in enumerate(instances.ranks):
-            while places[rank] < len(operations):
-                parts = operations[places[rank]].communications
+            while positions[rank] < len(operations):
+                parts = operations[positions[rank]].communications
                 # The queue posts a communication before it waits for the matching one. A wait for a signal also blocks all later
                 # instructions.
                 matched_here = [(part, match_of[part]) for part in parts if part in match_of]
@@ -179,9 +179,9 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
                 if not reached.issuperset(awaited):
                     break
                 reached.update(parts)
-                places[rank] += 1
+                positions[rank] += 1
                 has_moved = True
-    stuck = [operations[place] for place, operations in zip(places, instances.ranks, strict=True) if place < len(operations)]
+    stuck = [operations[position] for position, operations in zip(positions, instances.ranks, strict=True) if position < len(operations)]
     for part in (part for operation in stuck for part in operation.communications):
         if part in waited_before and waited_before[part] not in reached:
             why = f"is sent again before rank {part.peer} has waited for the previous signal, so that a CUDA graph waits forever"

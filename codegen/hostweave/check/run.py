@@ -62,7 +62,7 @@ class BufferPosition(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class RankRun:
     program: ir.HostProgram
     rank: int
     environment: Variables = field(init=False)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, Root, layout
-from hostweave.check.run import BufferPosition, Run, Variables, compiled, coordinates, size_of
+from hostweave.check.run import BufferPosition, RankRun, Variables, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
@@ -42,7 +42,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
             binder = _Binder(program, local_sizes[-1])
             bound[key] = binder, binder.body(program.body)
         binder, body = bound[key]
-        run = Run(program, rank)
+        run = RankRun(program, rank)
         for call in range(calls):
             if call:
                 run.issue(_between_calls(binder, run))
@@ -53,7 +53,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
     return Instances(program, tuple(local_sizes), tuple(roots), tuple(ranks))
 
 
-def _between_calls(binder: _Binder, run: Run) -> Operation:
+def _between_calls(binder: _Binder, run: RankRun) -> Operation:
     """The caller's operation between two calls: reads the outputs, and writes the inputs."""
     positions = ((name, position, binder.roots[name]) for name, position in run.positions.items() if name in binder.roots)
     parameters_at = [
@@ -65,7 +65,7 @@ def _between_calls(binder: _Binder, run: Run) -> Operation:
     return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
 
-SimulationStep = Callable[[Run], None]
+SimulationStep = Callable[[RankRun], None]
 
 
 class _Binder:
@@ -128,7 +128,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     # the second list if a stream of this pool did.
     loops = [loop.out for loop in b.loops], joining
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
         generation = run.generations[root] = run.generations.get(root, -1) + 1
         run.positions[i.out] = BufferPosition(root, 0, generation)
@@ -148,7 +148,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
 def _deallocate(b: _Binder, i: ir.Deallocate) -> SimulationStep:
     build, is_per_stream = _operation(b, i), b.is_per_stream[i.src]
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         operation = run.issue(build(run))
         if is_per_stream and run.stream:
             run.freed_until_join[run.stream] = operation
@@ -168,7 +168,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
     dim, _, indices = i.span if i.span and not chunk else (0, None, None)
     spread = b.size(indices, i) if indices is not None and result.shape[dim] else 0  # An empty slice may begin anywhere.
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         value = where(run.environment)
         if chunk and not 0 <= value < count:
             run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
@@ -183,7 +183,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
 def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
     b.define(i.out, b.types[i.src], i)
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         if position := run.positions.get(i.src):
             now = run.generations.get(position.root, 0)
             if isinstance(i, TakeOver):
@@ -198,7 +198,7 @@ def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
 def _returned(b: _Binder, i: Returned) -> SimulationStep:
     build = _operation(b, i)
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         if i.src in run.positions:
             run.issue(build(run))
 
@@ -209,7 +209,7 @@ def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
     """Binds an instruction that is one operation. In a computation, values replace the expressions."""
     build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         operation = build(run)
         if values:
             operation.instruction = tree.with_expressions(i, lambda expr: Const(values[expr](run.environment)))
@@ -234,7 +234,7 @@ def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, .
     return {rank: mesh.process_group(rank, axes) for rank in mesh.all_ranks}
 
 
-def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
+def _operation(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], Operation]:
     at_root: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # accesses of the root, or of every rank if there is no root
     elsewhere: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # accesses of the other ranks
     for field_name, role in tree.roles(type(i)).items():
@@ -251,7 +251,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
     other: Expr | None = getattr(i, "peer", None) or getattr(i, "root", None)
     peer = b.expr(other) if other else None
 
-    def build(run: Run) -> Operation:
+    def build(run: RankRun) -> Operation:
         operation = Operation(i, run.rank, run.stream, run.steps, channel=channel, process_group=groups.get(run.rank, ()))
         if other and peer:
             value = peer(run.environment)
@@ -275,7 +275,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
     return build
 
 
-def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) -> tuple[Access, ...]:
+def _get_of_block(b: _Binder, i: ir.OneSided, run: RankRun, operation: Operation) -> tuple[Access, ...]:
     """Accesses of a get with `received_along`: the peer's shard, and its block in the local buffer."""
     assert operation.peer is not None
     (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
@@ -286,7 +286,7 @@ def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) ->
     return Access(src, there, reads=True, writes=False, at=operation.peer), Access(dst, here, reads=False, writes=True)
 
 
-def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
+def _blocks(b: _Binder, i: ir.Routed) -> Callable[[RankRun], tuple[Operation, ...]]:
     sends, (name,) = i.posts == "send", tree.names(i, "read", "write")
     layout_of_buffer = b.layouts[name]
     equal = b.size(Size(layout_of_buffer.count, (), i.count), i) if isinstance(i.count, int) else 0
@@ -297,7 +297,7 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
         part = (ir.Send if sends else ir.Recv)(name, Const(peer), i.channel, location=i.location)
         parts.setdefault(rank, []).append((part, number, peer))
 
-    def build(run: Run) -> tuple[Operation, ...]:
+    def build(run: RankRun) -> tuple[Operation, ...]:
         members = []
         sizes = RankSizes(b.sizes, b.program.mesh, run.rank)
         counts = [equal] * i.count if isinstance(i.count, int) else [elements(box) for box in boxes(i.count, sizes)]
@@ -318,14 +318,14 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
 def _group(b: _Binder, i: ir.Group | ir.Routed) -> SimulationStep:
     builders = [_blocks(b, i) if isinstance(i, ir.Routed) else _member(b, i) for i in next(iter(tree.bodies(i)), (i,))]
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         if members := tuple([member for build in builders for member in build(run)]):
             run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
 
     return step
 
 
-def _member(b: _Binder, i: tree.Instruction) -> Callable[[Run], tuple[Operation, ...]]:
+def _member(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], tuple[Operation, ...]]:
     build = _operation(b, i)
     return lambda run: (build(run),)
 
@@ -336,7 +336,7 @@ def _on_stream(b: _Binder, i: ir.OnStream) -> SimulationStep:
     body = b.nested(i.body)
     b.block = None
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         outer, run.stream = run.stream, (i.stream, index(run.environment) % count)
         for inner in body:
             inner(run)
@@ -348,7 +348,7 @@ def _on_stream(b: _Binder, i: ir.OnStream) -> SimulationStep:
 def _fork(b: _Binder, i: ir.Fork) -> SimulationStep:
     count = i.first or _count(b.program.streams, i.stream)
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         fork = run.issue(Operation(i, run.rank, None, run.steps))
         for k in range(count):
             run.issue(Operation(i, run.rank, (i.stream, k), run.steps, waits=(fork,)))
@@ -359,7 +359,7 @@ def _fork(b: _Binder, i: ir.Fork) -> SimulationStep:
 def _join(b: _Binder, i: ir.Join) -> SimulationStep:
     streams = [(i.stream, k) for k in range(i.first or _count(b.program.streams, i.stream))]
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         running = tuple([run.last[stream] for stream in streams if stream in run.last])
         run.issue(Operation(i, run.rank, None, run.steps, waits=running))
         run.freed.update({stream: run.freed_until_join.pop(stream) for stream in streams if stream in run.freed_until_join})
@@ -370,7 +370,7 @@ def _join(b: _Binder, i: ir.Join) -> SimulationStep:
 def _record(b: _Binder, i: ir.Record) -> SimulationStep:
     slot = _slot(b, i)
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         run.records[slot(run)] = run.issue(Operation(i, run.rank, run.stream, run.steps))
 
     return step
@@ -379,7 +379,7 @@ def _record(b: _Binder, i: ir.Record) -> SimulationStep:
 def _wait(b: _Binder, i: ir.Wait) -> SimulationStep:
     slot = _slot(b, i)
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         event = slot(run)
         if event not in run.records:
             run.fail(i, f"a wait whose record may not have run: record {event[0]}[{event[1]}] before it in the same call")
@@ -388,10 +388,10 @@ def _wait(b: _Binder, i: ir.Wait) -> SimulationStep:
     return step
 
 
-def _slot(b: _Binder, i: ir.Record | ir.Wait) -> Callable[[Run], tuple[str, int]]:
+def _slot(b: _Binder, i: ir.Record | ir.Wait) -> Callable[[RankRun], tuple[str, int]]:
     index, count = b.expr(i.index), _count(b.program.events, i.event)
 
-    def slot(run: Run) -> tuple[str, int]:
+    def slot(run: RankRun) -> tuple[str, int]:
         value = index(run.environment)
         if not 0 <= value < count:
             run.fail(i, f"{_outside(i.index, value, count)}: declare more of {i.event}, or keep the index inside")
@@ -411,7 +411,7 @@ def _count(pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...], name: str) -> 
 def _let(b: _Binder, i: ir.Let) -> SimulationStep:
     value = b.expr(i.value)
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         run.environment[i.out] = value(run.environment)
 
     return step
@@ -423,7 +423,7 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
     body = b.nested(i.body)
     b.loops = outer_loops
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         outer = run.steps
         run.iterations += count
         if run.iterations > MAX_STEPS:  # All operations of a rank are in memory, so their number is limited.
@@ -443,7 +443,7 @@ def _if(b: _Binder, i: ir.If) -> SimulationStep:
     condition = b.expr(i.condition)
     body, orelse = b.nested(i.body), b.nested(i.orelse)
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         for inner in body if condition(run.environment) else orelse:
             inner(run)
 
@@ -454,7 +454,7 @@ def _on_mesh(b: _Binder, i: ir.OnMesh) -> SimulationStep:
     body = b.body(i.body)
     coordinates_of = {rank: coordinates(i.mesh, rank) for rank in i.mesh.all_ranks}
 
-    def step(run: Run) -> None:
+    def step(run: RankRun) -> None:
         if run.rank not in coordinates_of:
             return
         around, run.environment = run.environment, {**run.environment, **coordinates_of[run.rank]}

@@ -45,7 +45,7 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
     lines, rows = line_numbers(program), []
     for number, body in enumerate((program, *replay.bodies[:-1])):
         uses, of = def_use(body), f" of @{body.name}" if number else ""
-        for begin in begins(replay.steps[body.name if number else ""]):
+        for begin in begins(replay.memory_events[body.name if number else ""]):
             if buffers := replay.buffers.get(begin):
                 rows.append(_row(begin, of, layout.bytes[buffers.start], layout.offsets[buffers], uses, lines[number - 1]))
     if replay.workspace:
@@ -108,29 +108,29 @@ class _Replay:
     def __init__(self, program: ir.HostProgram, sizes: Mapping[str, int], rank: int):
         self.program, self.sizes, self.rank = program, sizes, rank
         self.bodies = bodies(program)
-        self.steps = {body.name: live_ranges(body, is_function=True) for body in self.bodies[:-1]}
-        self.steps[""] = live_ranges(program)
+        self.memory_events = {body.name: live_ranges(body, is_function=True) for body in self.bodies[:-1]}
+        self.memory_events[""] = live_ranges(program)
         self.buffers: dict[Begin, slice] = {}
         self.events = ArenaEvents()
         self.workspace = self.events.new() if any(map(_need_workspace, self.bodies)) else None
         if self.workspace:
             self.events.allocate(self.workspace, -1)
-        self.replay(self.steps[""])
+        self.replay(self.memory_events[""])
 
-    def replay(self, steps: MemoryEvents) -> None:
-        for step in steps:
-            match step:
+    def replay(self, events: MemoryEvents) -> None:
+        for event in events:
+            match event:
                 case OnRanks(mesh, inner) if self.rank in mesh.all_ranks:
                     self.replay(inner)
                 case CallEvent(function):
-                    self.replay(self.steps[function])
+                    self.replay(self.memory_events[function])
                 case Begin(place, slots):
-                    if step not in self.buffers:
-                        self.buffers[step] = self.events.new(slots)
-                    shape = [size_of(self.program, self.sizes, size, place.instruction) for size in step.type.shape]
-                    bytes = prod(shape) * step.type.dtype.itemsize
+                    if event not in self.buffers:
+                        self.buffers[event] = self.events.new(slots)
+                    shape = [size_of(self.program, self.sizes, size, place.instruction) for size in event.type.shape]
+                    bytes = prod(shape) * event.type.dtype.itemsize
                     pool = place.stream[0] if place.stream else None
-                    self.events.allocate(self.buffers[step], bytes, pool, place.instruction.in_window)
+                    self.events.allocate(self.buffers[event], bytes, pool, place.instruction.in_window)
                 case End(begin) if buffers := self.buffers.get(begin):
                     self.events.free(buffers)
                 case JoinEvent(stream):

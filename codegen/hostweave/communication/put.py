@@ -188,9 +188,9 @@ class _PutScatter(_Loop):
                     sender = (self.rank - 1 - steps.distance) % self.size
                     branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing, "written"))
                 source = contiguous_source(b, self.term(steps), None)
-                place = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
-                place = b.select(place, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
-                b.emit(ir.Put(source, place, steps.owned_by, SIGNAL, self.channel))
+                target = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
+                target = b.select(target, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
+                b.emit(ir.Put(source, target, steps.owned_by, SIGNAL, self.channel))
 
         branch(b, self.others(steps), put)
 

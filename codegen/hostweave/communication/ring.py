@@ -156,12 +156,12 @@ class _RingGatherByPuts(_Ring, put.PutGather):
     def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
         """Emits a put to the next rank, of the chunk that arrived one shard earlier, or of this rank's own chunk."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
-        place = self.landed(one, before)
+        target = self.landed(one, before)
 
         def put(source: str) -> None:
-            self.b.emit(ir.Put(source, place, (self.rank + 1) % self.size, SIGNAL, self.channel))
+            self.b.emit(ir.Put(source, target, (self.rank + 1) % self.size, SIGNAL, self.channel))
 
-        branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(one, before)), lambda: put(place))
+        branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(one, before)), lambda: put(target))
 
 
 GATHER = Algorithm("ring", "all_gather", ((MESSAGES, _RingGather), (SIGNALS, _RingGatherByPuts)), LOCAL_FIRST)

@@ -5,29 +5,29 @@ from hostweave.emit.context import ProgramContext, Temporary
 from hostweave.emit.layout import lay_out
 
 
-def arena_plan(steps: MemoryEvents, context: ProgramContext) -> str:
+def arena_plan(events: MemoryEvents, context: ProgramContext) -> str:
     """C++ that describes the live ranges of a body's temporaries to the arena. The body must already be emitted."""
     groups: list[list[Temporary]] = []
-    _take_turns(steps, context, groups, {})
+    _take_turns(events, context, groups, {})
     shared = "".join(f"// - {', '.join(buffer.member for buffer in group)}\n" for group in groups if len(group) > 1)
     return ("// The live ranges of these buffers are disjoint, so they may share bytes:\n" + shared if shared else "") + _plan(
-        steps, context
+        events, context
     )
 
 
-def calls_functions(steps: MemoryEvents) -> bool:
+def calls_functions(events: MemoryEvents) -> bool:
     """True if the plan of a body calls the plans of functions, and passes the sizes to them."""
-    return any(isinstance(step, CallEvent) or (isinstance(step, OnRanks) and calls_functions(step.steps)) for step in steps)
+    return any(isinstance(event, CallEvent) or (isinstance(event, OnRanks) and calls_functions(event.events)) for event in events)
 
 
-def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
+def _take_turns(events: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
     """Assigns each buffer to the first group without a live buffer, because buffers of a group may share bytes. Buffers in windows have
     their own groups. `used` maps each live buffer to the index of its group. A buffer of a pool of streams stays live until the pool is
     joined."""
-    for step in steps:
-        match step:
+    for event in events:
+        match event:
             case Begin():
-                buffer = context.temporaries[step]
+                buffer = context.temporaries[event]
                 free = (i for i, group in enumerate(groups) if i not in used.values() and group[0].in_window == buffer.in_window)
                 used[buffer] = next(free, len(groups))
                 groups += [[]] if used[buffer] == len(groups) else []
@@ -41,14 +41,14 @@ def _take_turns(steps: MemoryEvents, context: ProgramContext, groups: list[list[
                 _take_turns(inner, context, groups, used)
 
 
-def _plan(steps: MemoryEvents, context: ProgramContext) -> str:
-    return "".join(_told(step, context) for step in steps)
+def _plan(events: MemoryEvents, context: ProgramContext) -> str:
+    return "".join(_told(event, context) for event in events)
 
 
-def _told(step: MemoryEvent, context: ProgramContext) -> str:
-    match step:
+def _told(event: MemoryEvent, context: ProgramContext) -> str:
+    match event:
         case Begin():
-            buffer = context.temporaries[step]
+            buffer = context.temporaries[event]
             count, pool, in_window = buffer.count, buffer.pool, buffer.in_window
             context.integers.used |= buffer.sizes
             return lay_out("memory_allocate", member=buffer.member, count=count, pool=pool, in_window=in_window)

@@ -115,7 +115,7 @@ def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -
             yield "", f"for (int64_t {index} = 0; {index} < {structs.count}; ++{index}) {{"
             yield "", f"const auto& {each} = {structs.at(index)};"
             for member in (member for member in arguments if member.parameter in structs.groups):
-                name, memory = member.parameter, context.struct_of[member.donated].place(member.donated, index) if member.donated else ""
+                name, memory = member.parameter, context.struct_of[member.donated].member(member.donated, index) if member.donated else ""
                 path, label = f"{each}.{structs.members[name]}", structs.label(name, index)
                 yield from replace(member, path=path, label=label, memory=memory, sizes=(), again=True).statements()
             yield "", "}"
@@ -163,7 +163,7 @@ def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
     """C++ path of an input or output, such as `in.x`. For a parameter group, the path of the first tensor: `in.layers[0].w`."""
     side = "in" if name in {parameter.name for parameter in program.inputs} else "out"
     structs = emitter.context.struct_of.get(name)
-    return structs.place(name, "0") if structs else f"{side}.{emitter.buffers[name].text}"
+    return structs.member(name, "0") if structs else f"{side}.{emitter.buffers[name].text}"
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:

@@ -52,8 +52,8 @@ class Emitter:
             for p in (*program.inputs, *program.outputs)
         }
         self.temporaries = context.temporaries
-        self.steps = live_ranges(program, is_function=bool(function))
-        self.begins = iter(begins(self.steps))  # one per allocate, in program order
+        self.memory_events = live_ranges(program, is_function=bool(function))
+        self.begins = iter(begins(self.memory_events))  # one per allocate, in program order
         self.used: set[str] = set()  # parameters and temporaries in the emitted code
         self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in its pool
         self.in_group = False
@@ -203,8 +203,8 @@ class Emitter:
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
-            place = self.context.struct_of[i.src].place(i.src, self.expr(index))
-            self.buffers[i.out] = OperandBuffer(f"{place}.as<{out.dtype.cpp}>()", out, i.src, source.read_only)
+            member = self.context.struct_of[i.src].member(i.src, self.expr(index))
+            self.buffers[i.out] = OperandBuffer(f"{member}.as<{out.dtype.cpp}>()", out, i.src, source.read_only)
             self.elements[i.out] = i.src, index
             return ""
         if index == Const(0):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from hostweave.analysis.kernel_indices import Span
+from hostweave.analysis.kernel_indices import OperandRange
 from hostweave.emit.cpp import CppExprPrinter, Word
 from hostweave.emit.names import CppNames
 from hostweave.fusion_ir.ir import Op
@@ -198,7 +198,7 @@ class LoopPrinter:
         )
 
     @contextmanager
-    def inside(self, op: Op, spans: Sequence[Span]) -> Iterator[list[str]]:
+    def inside(self, op: Op, spans: Sequence[OperandRange]) -> Iterator[list[str]]:
         """In the `with` block, offsets are relative to an operand of a concat or pad. Yields the conditions that the index is in the
         operand."""
         outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()

@@ -34,7 +34,7 @@ class EmittedFunction:
             self.body = emitter.body(function.body)
         self.plan = context.memory_of[function.name]  # C++ member function that plans the memory
         with integers.noting() as used_by_memory:
-            self.memory = arena_plan(emitter.steps, context)
+            self.memory = arena_plan(emitter.memory_events, context)
 
         def param(at: int, parameter: ir.Parameter) -> str:
             if at in of_struct:
@@ -45,7 +45,7 @@ class EmittedFunction:
 
         self.params = (*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}")
         self.members = tuple(  # pointers to the struct members that the body uses
-            lay_out("argument", place=f"{each.parameter}.{each.structs.members[group]}", buffer=emitter.buffers[parameters[at].name])
+            lay_out("argument", member=f"{each.parameter}.{each.structs.members[group]}", buffer=emitter.buffers[parameters[at].name])
             for each in passed
             for at, group in each.members.items()
             if parameters[at].name in emitter.used
@@ -53,7 +53,7 @@ class EmittedFunction:
         # The C++ function takes either all sizes of the program or none.
         sizes = tuple(name for size, name in integers.sizes.items() if size not in integers.depths)
         self.sizes, self.memory_sizes = (sizes if names & {*sizes} else () for names in (used, used_by_memory))
-        self.memory_takes_sizes = bool(self.memory_sizes) or calls_functions(emitter.steps)
+        self.memory_takes_sizes = bool(self.memory_sizes) or calls_functions(emitter.memory_events)
         self.coordinates = _coordinates(integers, used)
 
 
@@ -103,7 +103,7 @@ class ProgramSources:
         workspaces = (workspace,) if context.needs_workspace else ()
         self.temporaries = (*workspaces, *context.temporaries.values())
         told = [lay_out("memory_allocate", member=each.member, count=each.count) for each in workspaces]
-        self.memory = "".join(told) + arena_plan(emitter.steps, context)  # C++ in `prepare` that plans the arena
+        self.memory = "".join(told) + arena_plan(emitter.memory_events, context)  # C++ in `prepare` that plans the arena
         self.kernels = tuple(context.kernels.values())
         self.user_kernels = tuple(map(UserFunction, {source.function: source for source in program.user_kernels}.values()))
         self.requirements = tuple(requirements_of(flat, integers))  # These checks come after all sizes are bound.

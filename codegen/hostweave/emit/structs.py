@@ -41,7 +41,7 @@ class Structs:
     def at(self, index: str) -> str:
         return f"{self.side}.{self.field}[{index}]"
 
-    def place(self, name: str, index: str) -> str:
+    def member(self, name: str, index: str) -> str:
         return f"{self.at(index)}.{self.members[name]}"
 
     def label(self, name: str, index: str) -> str:

@@ -26,8 +26,8 @@ class Wheel:
         layouts: dict[str, int] = {}
         about = {"name": program.namespace, "target": self.target, "ranks": program.mesh.size}
         for side, arguments, given in (("inputs", program.inputs, program.ir.arguments), ("outputs", program.outputs, program.ir.results)):
-            places = {name: at for at, name in enumerate(_names(program, arguments))}
-            about[side] = [[*_about(program, p, layouts), places[p.name]] for p in given]
+            positions = {name: at for at, name in enumerate(_names(program, arguments))}
+            about[side] = [[*_about(program, p, layouts), positions[p.name]] for p in given]
         about["layouts"] = [json.loads(layout) for layout in layouts]
         module = f"python/{program.namespace}/"
         native = {f"runtime/wheel/{name}": (RUNTIME / "wheel" / name).read_text() for name in ("wheel.cmake", "wheel.cpp")}

@@ -104,7 +104,7 @@ class ReshardStep:
             return True
         have, want = dict(enumerate(_shards(type, self.axes, mesh))), _shards(target, self.axes, mesh)
         is_permute = replace(self, sources=None) in _permutes(type, target, type.mesh_in(mesh))
-        return is_permute and [have.get(place) for place in self.sources] == want
+        return is_permute and [have.get(source) for source in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
         """Amount of data that a rank receives, if each rank holds `share` before the step."""

@@ -14,7 +14,7 @@ from hostweave.build.cache import key_of
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import BoundInputs, accept, expect_count, expect_writable, local_part
 from hostweave.runtime.arrays import Array, ArrayLibrary, NumpyLibrary, states_of
-from hostweave.runtime.exchange import Span
+from hostweave.runtime.coordinator import ByteRange
 from hostweave.runtime.windows import WindowPosition, Windows, window_positions
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, global_shape, holds, shape_of_global
@@ -30,7 +30,7 @@ class BoundTable:
 
     library: ArrayLibrary | None  # library of the first array on this rank
     shapes: tuple[Shape | None, ...]  # None for an input that calls pass
-    spans: tuple[Span, ...]
+    spans: tuple[ByteRange, ...]
     digest: str  # digest of the bound inputs, or ""
     native: Any
     # keys of arrays -> checked arguments of an earlier call
@@ -54,7 +54,7 @@ class CheckedCall:
     stream: int  # cudaStream_t
     out: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses and local shapes of the arrays of out=
     donated: tuple[int, ...]  # for each output, the address of the donated input or 0
-    spans: tuple[Span, ...]  # memory of inputs and of outputs that the caller passes
+    spans: tuple[ByteRange, ...]  # memory of inputs and of outputs that the caller passes
     windows: tuple[WindowPosition, ...]  # positions of the arguments that `Options.windows` names
 
     @property
@@ -81,7 +81,7 @@ class Arguments:
         self._native_table, self._verifies_calls, self._windows = native_table, verifies_calls, windows
         self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
         # the latest two sets of arguments without overlap, of this rank or of all ranks
-        self._disjoint: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)
+        self._disjoint: deque[tuple[tuple[ByteRange, ...], ...]] = deque(maxlen=2)
         self.tables: weakref.WeakKeyDictionary[BoundInputs, BoundTable] = weakref.WeakKeyDictionary()
 
     def check_call(
@@ -145,12 +145,12 @@ class Arguments:
         parameters = [parameter for parameter in self._host.arguments if parameter.name in bound.arrays]
         checked_arrays = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
         addresses, shapes = addresses_and_shapes(checked_arrays)
-        places = dict(zip((parameter.name for parameter in parameters), zip(addresses, shapes, strict=True), strict=True))
-        of_all = [places.get(parameter.name) for parameter in self._host.arguments]
-        native = self._native_table([place and place[0] for place in of_all])
+        memory = dict(zip((parameter.name for parameter in parameters), zip(addresses, shapes, strict=True), strict=True))
+        of_all = [memory.get(parameter.name) for parameter in self._host.arguments]
+        native = self._native_table([each and each[0] for each in of_all])
         library = next((one[0] for one in checked_arrays if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
-        digest = key_of(*map(str, places.items())) if places else ""
-        shapes_of_all = tuple(place and place[1] for place in of_all)
+        digest = key_of(*map(str, memory.items())) if memory else ""
+        shapes_of_all = tuple(each and each[1] for each in of_all)
         spans = tuple(self._spans(parameters, checked_arrays, [False] * len(checked_arrays)))
         made = self.tables[bound] = BoundTable(library, shapes_of_all, spans, digest, native)
         return made
@@ -196,17 +196,17 @@ class Arguments:
                 raise ArgumentError(f"{self._host.name}: out=: {parameter.name}: is read-only; pass a writable array, or omit out=")
         return outputs
 
-    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[MadeOutput], written: Sequence[bool]) -> Iterator[Span]:
+    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[MadeOutput], written: Sequence[bool]) -> Iterator[ByteRange]:
         for parameter, one, is_written in zip(parameters, arrays, written, strict=False):
             if one and (bytes_ := prod(one[1].shape) * parameter.type.dtype.itemsize):
                 begin = one[0].address(one[1])
-                yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
+                yield ByteRange(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
-    def expect_disjoint(self, bound: tuple[Span, ...], checked_call: tuple[Span, ...]) -> None:
+    def expect_disjoint(self, bound: tuple[ByteRange, ...], checked_call: tuple[ByteRange, ...]) -> None:
         """Raises ArgumentError if a written array overlaps another argument."""
         if not any(span.written for span in checked_call) or (bound, checked_call) in self._disjoint:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # largest end so far, among all spans and among written spans
+        last = last_written = ByteRange(0, 0, 0, "", False)  # largest end so far, among all spans and among written spans
         for span in sorted((*bound, *checked_call)):
             other = last if span.written else last_written
             if span.begin < other.end:

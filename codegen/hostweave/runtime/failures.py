@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from hostweave.base.errors import ExecutionError, reason_of
 from hostweave.base.interrupts import interruptibly, within
-from hostweave.runtime.exchange import Exchange, StoreExchange, other_call
+from hostweave.runtime.coordinator import Coordinator, StoreCoordinator, other_call
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.standstill import RankPosition, describe, from_json, print_report, to_json
 from hostweave.runtime.stores import StoreClosed
@@ -44,7 +44,7 @@ class FallibleGroup:
 
     def __init__(self, name: str, rank: int, count: int, call_timeout: float):
         self.name, self.rank, self.count, self.call_timeout = name, rank, count, call_timeout
-        self.exchange = Exchange(rank, count)
+        self.coordinator = Coordinator(rank, count)
         self.members: dict[str, Any] = {}  # target -> native object for this rank's device
         self.programs: weakref.WeakKeyDictionary[object, CalledProgram] = weakref.WeakKeyDictionary()
         self.compared_calls = 0  # calls whose sizes the ranks compare
@@ -79,9 +79,9 @@ class FallibleGroup:
 
     def _known_failure(self) -> str | None:
         """Reason why the group has failed, as reported by a rank or because the store does not answer, or None."""
-        failure = self.exchange.failure
+        failure = self.coordinator.failure
         try:
-            return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.exchange, StoreExchange) else failure()
+            return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.coordinator, StoreCoordinator) else failure()
         except StoreClosed:  # rank 0 has ended normally, so all calls are done
             return None
         except TimeoutError:
@@ -100,8 +100,8 @@ class FallibleGroup:
         interruptibly(fail)
 
     def _report_failure(self, reason: str) -> None:
-        self.exchange.publish_position(to_json(self.positions()))  # first, because an abort erases positions
-        self.exchange.fail(reason)
+        self.coordinator.publish_position(to_json(self.positions()))  # first, because an abort erases positions
+        self.coordinator.fail(reason)
 
     def interrupted(self, reason: str) -> None:
         """Handles an interrupt such as Ctrl-C: prints a report on stderr, and aborts, unless the group has failed already."""
@@ -141,7 +141,7 @@ class FallibleGroup:
         call = self._calls + self._waits_at_barrier
         if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None
-        for rank, calls in self.exchange.left().items():
+        for rank, calls in self.coordinator.left().items():
             if calls < call:
                 return f"rank {rank} has left before call {call}, in which rank {self.rank} waits for it"
         return None
@@ -153,16 +153,16 @@ class FallibleGroup:
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Tells the watchdogs of the other ranks that this rank is about to join the next exchange. If the exchange compares sizes, `sizes`
+        """Tells the watchdogs of the other ranks that this rank is about to join the next gather. If the gather compares sizes, `sizes`
         are those of call `call`."""
         if not self.in_process:  # threads detect a late rank without a message
-            self._send(lambda: self.exchange.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
+            self._send(lambda: self.coordinator.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message if another rank waits in an exchange that this rank will not join, because this rank has begun the next call, or None."""
-        if (announced := self.exchange.announced()) is None:
+        """Message if another rank waits in a gather that this rank will not join, because this rank has begun the next call, or None."""
+        if (announced := self.coordinator.announced()) is None:
             return None
-        exchange_number, text = announced
+        gather_number, text = announced
         rank, calls, number, call, given = json.loads(text)
         if rank == self.rank:
             return None
@@ -170,8 +170,8 @@ class FallibleGroup:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        # read last, because a rank joins an exchange before it begins the call that was compared above
-        return difference if self.exchange.number < exchange_number else None
+        # read last, because a rank joins a gather before it begins the call that was compared above
+        return difference if self.coordinator.number < gather_number else None
 
     def positions(self) -> list[RankPosition]:
         return [program.position() for program in list(self.programs.values())]
@@ -181,7 +181,7 @@ class FallibleGroup:
 
         def positions() -> list[str | None]:
             self._report_failure(reason)
-            return self.exchange.gather_positions(_POSITIONS_TIMEOUT)
+            return self.coordinator.gather_positions(_POSITIONS_TIMEOUT)
 
         lines = [f"group {self.name!r}: {reason}"]
         try:

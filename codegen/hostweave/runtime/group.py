@@ -22,7 +22,7 @@ from hostweave.base.forks import reset_after_fork
 from hostweave.base.interrupts import interruptibly, within
 from hostweave.base.shortages import explains_shortages
 from hostweave.base.signatures import checked
-from hostweave.runtime.exchange import CallSignature, Exchange, Failed, PeerLost, StoreExchange, ThreadExchange, disagreement
+from hostweave.runtime.coordinator import CallSignature, Coordinator, Failed, PeerLost, StoreCoordinator, ThreadCoordinator, disagreement
 from hostweave.runtime.failures import SEND_TIMEOUT, FallibleGroup, StartedCalls
 from hostweave.runtime.host_barrier import HostBarrier
 from hostweave.runtime.lifetime import calls as native_calls
@@ -165,7 +165,7 @@ class Group(FallibleGroup):
             except BaseException:
                 self._close_store()
                 raise
-            self.exchange = self._create_exchange(provider, store, self._world)
+            self.coordinator = self._create_coordinator(provider, store, self._world)
         given = provider.local_rank if isinstance(provider, Environment) else None
         self.local_rank = given if given is not None else self._world.local_rank(rank) if self._world else rank
         _all.add(self)
@@ -174,9 +174,9 @@ class Group(FallibleGroup):
         return f"<hostweave group {self.name!r}, rank {self.rank} of {self.count}>"
 
     @property
-    def can_exchange(self) -> bool:
+    def can_coordinate(self) -> bool:
         """True if ranks can exchange messages. False for `hw.Communicators`."""
-        return type(self.exchange) is not Exchange
+        return type(self.coordinator) is not Coordinator
 
     @property
     def hosts(self) -> int:
@@ -243,7 +243,7 @@ class Group(FallibleGroup):
         """
         shape = checked_shape(shape, dtype, target)
         on, windows = find_target(target), self.windows
-        if not self.can_exchange and self.count > 1:
+        if not self.can_coordinate and self.count > 1:
             raise ArgumentError("group.empty: hw.Communicators has no store; create the group by another provider")
         self.expect_working()
         what = f"group.empty of {dtype} for {target}"
@@ -279,8 +279,8 @@ class Group(FallibleGroup):
             self._close_store()
 
     def _announce_leaving(self) -> None:
-        self.exchange.publish_position(to_json(self.positions()))
-        self.exchange.leave(self._calls)
+        self.coordinator.publish_position(to_json(self.positions()))
+        self.coordinator.leave(self._calls)
 
     def leave_to_parent(self) -> None:
         """Marks the group as unusable in a forked child of the rank's process."""
@@ -305,9 +305,9 @@ class Group(FallibleGroup):
             return self.members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
-        """Exchanges and compares the signatures of all ranks. Returns the signatures by rank.
+        """Gathers and compares the signatures of all ranks. Returns the signatures by rank.
 
-        If `error` is given, raises it after the exchange. If another rank fails or times out, the message ends with `waits_for`.
+        If `error` is given, raises it after the gather. If another rank fails or times out, the message ends with `waits_for`.
         """
         records = self._gather(str(signature), timeout, f"{signature.program}: ", waits_for)
         if error:
@@ -339,7 +339,7 @@ class Group(FallibleGroup):
                     raise ExecutionError(f"{reason.removesuffix(waits_for)}{waits_for}")
 
             same = barrier.agree(value, waits)
-            self.exchange.number += 1
+            self.coordinator.number += 1
             return same
         except BaseException as error:
             reason = str(error) if isinstance(error, ExecutionError) else f"rank {self.rank}: {reason_of(error)}"
@@ -373,9 +373,9 @@ class Group(FallibleGroup):
     def _gather(self, record: str, timeout: float, where: str = "", waits_for: str = "") -> list[str]:
         """Returns the records of all ranks. If a rank fails or times out, fails the group, and raises an error. The message begins with
         `where` and ends with `waits_for`. If the store does not answer, the error comes at most a second after the timeout."""
-        gather = partial(self.exchange.gather, record, timeout)
+        gather = partial(self.coordinator.gather, record, timeout)
         try:
-            return within(timeout + SEND_TIMEOUT, gather) if isinstance(self.exchange, StoreExchange) and self.count > 1 else gather()
+            return within(timeout + SEND_TIMEOUT, gather) if isinstance(self.coordinator, StoreCoordinator) and self.count > 1 else gather()
         except (PeerLost, Failed, TimeoutError) as failure:
             problem = str(failure) if isinstance(failure, Failed) else timed_out(timeout, getattr(failure, "ranks", (0,)))
             self.fail(problem)
@@ -435,18 +435,18 @@ class Group(FallibleGroup):
 
     # --- construction
 
-    def _create_exchange(self, provider: Provider, store: Store, world: World) -> Exchange:
+    def _create_coordinator(self, provider: Provider, store: Store, world: World) -> Coordinator:
         if isinstance(provider, Threads):
-            of_threads, here = ThreadExchange(provider.table(world.epoch), self.rank), weakref.ref(self)
+            of_threads, here = ThreadCoordinator(provider.table(world.epoch), self.rank), weakref.ref(self)
             of_threads.answer_positions_by(lambda: to_json(group.positions()) if (group := here()) else None)
             return of_threads
-        exchange = StoreExchange(store, world.prefix, self.rank, self.count)
+        coordinator = StoreCoordinator(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
             # Requests then fail at most SEND_TIMEOUT after the timeout of a call, even if the process of rank 0 is stopped.
             store.answer_timeout = min(store.answer_timeout, self.call_timeout + SEND_TIMEOUT)
-            for key, reason in exchange.last_wills().items():
+            for key, reason in coordinator.last_wills().items():
                 store.on_disconnect(key, reason.encode())
-        return exchange
+        return coordinator
 
     def _share_id(self, key: str, id: bytes | None) -> bytes:
         assert self._store is not None
@@ -487,7 +487,7 @@ def _close_all() -> None:
     native_calls.end()
     for group in list(_all):
         if why and not group.failure:
-            group._send(partial(group.exchange.fail, f"rank {group.rank}: its process has ended by {why}"))
+            group._send(partial(group.coordinator.fail, f"rank {group.rank}: its process has ended by {why}"))
         group.close()
     native_calls.finish()
 

@@ -5,15 +5,15 @@ import os
 import time
 from collections.abc import Callable
 
-_BITS = 48  # low bits of a word: the value; upper 16 bits: number of the exchange
+_BITS = 48  # low bits of a word: the value; upper 16 bits: number of the barrier
 _WORD = 8  # bytes, read and written atomically
 _MAX_SPINS = 200  # polls without a pause
 _CHECK_SECONDS = 0.05  # seconds between calls of `on_wait`
 
 
 class HostBarrier:
-    """Two words per rank, for alternate exchanges. A rank starts exchange n + 2 only after all ranks have started exchange n + 1. So all
-    ranks have read the words of exchange n, which exchange n + 2 overwrites."""
+    """Two words per rank, for alternate barriers. A rank starts barrier n + 2 only after all ranks have started barrier n + 1. So all
+    ranks have read the words of barrier n, which barrier n + 2 overwrites."""
 
     def __init__(self, rank: int, count: int, path: str = ""):
         """Creates the shared memory, or maps that of another process at `path`. Raises OSError if this fails."""

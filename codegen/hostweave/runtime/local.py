@@ -22,8 +22,8 @@ from hostweave.runtime.arguments import BoundInputs
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.call import GlobalCall
 from hostweave.runtime.checked_call import Arguments, CheckedCall, MadeOutput, addresses_and_shapes
+from hostweave.runtime.coordinator import ByteRange, CallSignature
 from hostweave.runtime.cpu import CpuSchedule, schedule
-from hostweave.runtime.exchange import CallSignature, Span
 from hostweave.runtime.graphs import Captured, CommonGraphs
 from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
@@ -61,7 +61,7 @@ class LocalProgram:
         on_all_ranks = any(channel.transport.graphs_on_all_ranks for channel in host.channels)
         self.common_graphs = CommonGraphs() if options.graph == "auto" and on_all_ranks else None
         for option, is_set in (("verify_calls", self._verifies_calls), ("tune", options.tune), ('graph="auto"', self.common_graphs)):
-            if is_set and group.count > 1 and not group.can_exchange:
+            if is_set and group.count > 1 and not group.can_coordinate:
                 where = f"{host.name}: {option}: the ranks of group {group.name!r} have no store for messages"
                 raise ArgumentError(f"{where}; use a provider with a store, or omit the option")
         self._allocates = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.results]
@@ -69,7 +69,7 @@ class LocalProgram:
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
         self._ready_for: Any = None  # shapes for which the native program is prepared
         self._staged: Any = None  # native staged calls, for `Program.run`
-        self._bound_spans: tuple[Span, ...] = ()  # memory of bound inputs on all ranks
+        self._bound_spans: tuple[ByteRange, ...] = ()  # memory of bound inputs on all ranks
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[CpuSchedule, Any] | None = None
 
@@ -93,9 +93,9 @@ class LocalProgram:
         # Reason why this rank cannot run the program, or "": a library call is missing, or the memory of peers is out of reach.
         self.out_of_reach: str = missing[0] if missing else self._why_out_of_reach()
         self._measured = MeasuredAlgorithms(self.module, self.target.device_name()) if options.tune else None
-        self._exchanges_algorithms = True  # True if the next plans need an exchange of measured algorithms
+        self._shares_algorithms = True  # True if the ranks share measured algorithms before the next plans
         self._compared: ComparedSizes | None = None
-        if self._waits_for and group.can_exchange and not (group.in_process or options.verify_calls):
+        if self._waits_for and group.can_coordinate and not (group.in_process or options.verify_calls):
             sizes_of = partial(_sizes_of, host, self.arguments)
             self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, LastSizes.of(group, family))
         self._run = group.run if target.is_asynchronous else group.run_and_wait
@@ -145,7 +145,7 @@ class LocalProgram:
             global_shapes = [self.arguments.global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
             if self._compared:
                 self._compared.compare_prepared(global_shapes)
-                self._exchanges_algorithms = True
+                self._shares_algorithms = True
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # largest first, so that memory grows once
             for shapes in global_shapes:
                 expect_divided(self.host, shapes)
@@ -327,7 +327,7 @@ class LocalProgram:
     def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
         """Compares the sizes of a call with those of the other ranks, unless the shapes equal those of the last call."""
         if self._compared and self._compared.compare(checked_call, shapes):
-            self._exchanges_algorithms = True
+            self._shares_algorithms = True
 
     def _prepare_together(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
         """Checks and prepares a call together with the other ranks."""
@@ -336,7 +336,7 @@ class LocalProgram:
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
         changed = self._ready_for != ready_for
         if changed:
-            self._ready_for, self._exchanges_algorithms = None, True
+            self._ready_for, self._shares_algorithms = None, True
             shapes_of_all = [signature.shapes for signature in signatures]
             self._bound_spans = ()
             if any(signature.bound for signature in signatures):
@@ -406,7 +406,7 @@ class LocalProgram:
         """Context in which plans are made. In groups of processes, all ranks use the algorithms that one rank has measured. If only the
         arrays of this rank have changed, the ranks exchange nothing, because plans for known sizes measure nothing new."""
         gather = partial(self._gather, "tune", waits_for="", timeout=self._group.timeout)
-        alone = not self._exchanges_algorithms or self._group.count == 1 or self._group.in_process
+        alone = not self._shares_algorithms or self._group.count == 1 or self._group.in_process
         if self._measured and not alone:
             self._measured.agree(gather)
         yield
@@ -414,7 +414,7 @@ class LocalProgram:
             if not alone:
                 self._measured.agree(gather)
             self._measured.save()
-        self._exchanges_algorithms = False
+        self._shares_algorithms = False
 
     def _gather(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
         signature = CallSignature(f"{self.host.name}: {what}", str(self.host.mesh), "", bound=record)
@@ -497,8 +497,8 @@ def _first_communication(host: HostProgram) -> str:
         return ""
     channel = host.channel(instruction.channel)
     text = " ".join(line.strip() for line in instruction.lines())
-    place = f" ({instruction.location})" if instruction.location else ""
-    return f"; `{text}`{place} needs all ranks of its channel along {', '.join(channel.axes)} of {channel.mesh}"
+    where = f" ({instruction.location})" if instruction.location else ""
+    return f"; `{text}`{where} needs all ranks of its channel along {', '.join(channel.axes)} of {channel.mesh}"
 
 
 def _reshaped(array: Array, shape: Shape) -> Array:

@@ -18,7 +18,7 @@ from hostweave.base.forks import reset_after_fork
 from hostweave.base.interrupts import POLL_SECONDS, interruptibly
 from hostweave.base.shortages import explains_shortages
 from hostweave.base.signatures import checked, checked_arguments, with_ints
-from hostweave.runtime.exchange import ThreadTable
+from hostweave.runtime.coordinator import ThreadTable
 from hostweave.runtime.launchers import Environ, LaunchedRank, launched
 from hostweave.runtime.rendezvous import this_host
 from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, TcpStore

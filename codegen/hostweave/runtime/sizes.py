@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime.checked_call import CheckedCall
-from hostweave.runtime.exchange import CallSignature, other_call
+from hostweave.runtime.coordinator import CallSignature, other_call
 from hostweave.runtime.group import Group
 from hostweave.types.tensor import Shape, holds
 

@@ -169,7 +169,7 @@ class Team:
     def _abort(self, reason: str) -> None:
         """Aborts all ranks at the same time, because the abort of a rank may wait for that of another rank."""
         for group in self.groups[:1]:
-            group.exchange.fail(reason)  # ends waits on the host
+            group.coordinator.fail(reason)  # ends waits on the host
         stopping = [threading.Thread(target=group.abort, args=(reason,)) for group in self.groups]
         for thread in stopping:
             thread.start()

@@ -10,7 +10,7 @@ import weakref
 from contextlib import suppress
 
 from hostweave.base.errors import ExecutionError
-from hostweave.runtime.exchange import Exchange
+from hostweave.runtime.coordinator import Coordinator
 from hostweave.runtime.failures import FallibleGroup
 from hostweave.runtime.lifetime import Exiting, calls
 from hostweave.runtime.standstill import print_report
@@ -27,7 +27,7 @@ class Watchdog:
         self.reason = ""  # failure that another rank has reported
         self.store_error = ""  # error of a store that does not answer
         self.wake_up = threading.Event()
-        self._waits_at_store = group.exchange.blocks_on_failure
+        self._waits_at_store = group.coordinator.blocks_on_failure
         watchdog, self._listener = (
             threading.Thread(target=work, args=(weakref.ref(group), self), name=f"hostweave {name} of {group.name}", daemon=True)
             for work, name in ((_watch, "watchdog"), (_listen, "listener"))
@@ -52,9 +52,9 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
                 news = _check_peers(group_ref)
             if news is None:
                 return
-            exchange, reason = news
-            watchdog_state.reason = reason or exchange.failure(_LISTEN_SECONDS if exchange.blocks_on_failure else 0) or ""
-            if not watchdog_state.reason and not exchange.blocks_on_failure:
+            coordinator, reason = news
+            watchdog_state.reason = reason or coordinator.failure(_LISTEN_SECONDS if coordinator.blocks_on_failure else 0) or ""
+            if not watchdog_state.reason and not coordinator.blocks_on_failure:
                 watchdog_state.wake_up.wait(_LISTEN_SECONDS)
         except (StoreClosed, Exiting):
             return
@@ -64,10 +64,10 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
             return watchdog_state.wake_up.set()
 
 
-def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Exchange, str | None] | None:
-    """The group's exchange, and the reason why this rank cannot continue, or None. Returns None if the group is freed or has failed."""
+def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Coordinator, str | None] | None:
+    """The group's coordinator, and the reason why this rank cannot continue, or None. Returns None if the group is freed or has failed."""
     group = group_ref()
-    return None if not group or group.failure else (group.exchange, group.left_early() or group.diverged())
+    return None if not group or group.failure else (group.coordinator, group.left_early() or group.diverged())
 
 
 def _watch(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> None:

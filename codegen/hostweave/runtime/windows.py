@@ -20,7 +20,7 @@ from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.host_ir.size_requirements import MAX_SIZE
 from hostweave.runtime.arguments import BoundInputs
 from hostweave.runtime.arrays import Array, library_of
-from hostweave.runtime.exchange import Span
+from hostweave.runtime.coordinator import ByteRange
 from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
@@ -124,8 +124,8 @@ class Windows:
             return None
 
 
-def window_positions(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[WindowPosition, ...]:
-    places, remedy = [], "pass an array of group.empty"
+def window_positions(windows: Windows, host: HostProgram, spans: Iterable[ByteRange], has_outputs: bool) -> tuple[WindowPosition, ...]:
+    positions, remedy = [], "pass an array of group.empty"
     addresses = {span.name: span.begin for span in spans}  # empty arrays have no span
     for parameter in (p for p in (*host.arguments, *host.results) if p.in_window):
         name, is_missing = parameter.name, parameter in host.results and not has_outputs
@@ -133,8 +133,8 @@ def window_positions(windows: Windows, host: HostProgram, spans: Iterable[Span],
         if is_missing or (name in addresses and position_of is None):
             where = f"{host.name}: {'out=: ' * (parameter in host.results)}{name}"
             raise ArgumentError(f"{where}: is not in a window, but the program was compiled for an array in a window; {remedy}")
-        places += [position_of] if position_of else []
-    return tuple(places)
+        positions += [position_of] if position_of else []
+    return tuple(positions)
 
 
 def checked_shape(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]:

@@ -39,10 +39,10 @@ class Form:
         held = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         of: dict[int, str] = {}
         for number, state in enumerate(held):
-            for path, place in pytree.tree_flatten_with_path(state)[0]:
+            for path, position in pytree.tree_flatten_with_path(state)[0]:
                 words = [str(getattr(key, "key", getattr(key, "idx", ""))) for key in path]
-                of[place] = "_".join([word for word in words if word != "0"] + [str(number - 1)] * (number > 0))
-        return [of[place] for place, leaf in enumerate(self.leaves) if leaf is None]
+                of[position] = "_".join([word for word in words if word != "0"] + [str(number - 1)] * (number > 0))
+        return [of[position] for position, leaf in enumerate(self.leaves) if leaf is None]
 
     def cache(self, tensors: Any) -> Any:
         given = iter(tensors)

@@ -33,12 +33,12 @@ def of_pairs(program: ExportedProgram, decompositions: dict[Any, Callable[..., A
     nodes = list(program.graph.nodes)
     if not any(map(_makes_complex, nodes)):
         return program
-    places = [node for node in nodes if node.op == "placeholder"]
-    given = [node.meta["val"] for node in places]
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    given = [node.meta["val"] for node in placeholders]
     with preserve_node_meta(), detect_fake_mode(given) or nullcontext():  # new constants need the fake mode
         made = recorded(_Pairs(program.graph_module).run, given, decompositions)
     made.graph.eliminate_dead_code()
-    for old, new in zip(places, made.graph.find_nodes(op="placeholder"), strict=True):
+    for old, new in zip(placeholders, made.graph.find_nodes(op="placeholder"), strict=True):
         new.name = new.target = old.name
     for node in made.graph.nodes:
         if node.op == "get_attr":
@@ -217,8 +217,8 @@ def _same(is_equal: bool) -> Callable[..., Any]:
 
 def _waves(rows: int, columns: int, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [rows, columns] of the angles 2 pi row column / size."""
-    places = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device) % size
-    angles = places.to(torch.float64) * (2 * math.pi / size)
+    positions = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device) % size
+    angles = positions.to(torch.float64) * (2 * math.pi / size)
     return torch.cos(angles).to(like.dtype), torch.sin(angles).to(like.dtype)
 
 

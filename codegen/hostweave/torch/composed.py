@@ -84,8 +84,8 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
         return x.reshape(1)[:size]
     dim = dim % x.ndim
     count = (x.shape[dim] - size) // step + 1
-    places = (torch.arange(count, device=x.device) * step)[:, None] + torch.arange(size, device=x.device)
-    return x.index_select(dim, places.flatten()).unflatten(dim, (count, size)).movedim(dim + 1, -1)
+    positions = (torch.arange(count, device=x.device) * step)[:, None] + torch.arange(size, device=x.device)
+    return x.index_select(dim, positions.flatten()).unflatten(dim, (count, size)).movedim(dim + 1, -1)
 
 
 # --- along a dim ------------------------------------------------------------------------------------------------------
@@ -132,11 +132,11 @@ def associative_scan(combine_fn: Callable[..., Any], xs: Any, dim: int, reverse:
         tried = pytree.tree_unflatten([torch.ones((2,) * dim_count, dtype=x.dtype) for x in leaves], spec)
         with _OfElements(dim_count):
             combine_fn(tried, tried)
-    place, by = torch.arange(size, device=leaves[0].device), 1
+    position, by = torch.arange(size, device=leaves[0].device), 1
     while by < largest:
         before = [F.pad(x, (*[0] * (2 * (x.ndim - 1 - dim)), by, 0)).narrow(dim, 0, size) for x in leaves]
         made = pytree.tree_leaves(combine_fn(pytree.tree_unflatten(before, spec), pytree.tree_unflatten(leaves, spec)))
-        is_joined = (place >= by).view(-1, *[1] * (dim_count - 1 - dim))
+        is_joined = (position >= by).view(-1, *[1] * (dim_count - 1 - dim))
         leaves = [torch.where(is_joined, one, x) for one, x in zip(made, leaves, strict=True)]
         by *= 2
     return pytree.tree_unflatten([x.flip(dim) for x in leaves] if reverse else leaves, spec)
@@ -187,15 +187,15 @@ def _cumulative(is_later: Callable[[Any, Any], Any]) -> Callable[..., Any]:
             later = is_later(now[0], before[0]) | torch.isnan(now[0])
             return [torch.where(later, b, a) for a, b in zip(before, now, strict=True)]
 
-        places = torch.arange(x.shape[dim] if x.ndim else 1, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim % max(x.ndim, 1)))
-        values, numbers = _scanned(dim, [x, places.expand(x.shape) if x.ndim else places.reshape(())], joined)
+        positions = torch.arange(x.shape[dim] if x.ndim else 1, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim % max(x.ndim, 1)))
+        values, numbers = _scanned(dim, [x, positions.expand(x.shape) if x.ndim else positions.reshape(())], joined)
         return values, numbers
 
     return scan
 
 
-def _chosen(values: torch.Tensor, order: torch.Tensor, place: Any, dim: int, keepdim: bool) -> Any:
-    index = place if isinstance(place, torch.Tensor) else torch.full_like(order.narrow(dim, 0, 1), place)
+def _chosen(values: torch.Tensor, order: torch.Tensor, position: Any, dim: int, keepdim: bool) -> Any:
+    index = position if isinstance(position, torch.Tensor) else torch.full_like(order.narrow(dim, 0, 1), position)
     found = values.gather(dim, index), order.gather(dim, index)
     return found if keepdim else tuple(one.squeeze(dim) for one in found)
 
@@ -210,10 +210,10 @@ def _median(skips_nan: bool) -> Callable[..., Any]:
         if not x.ndim:
             return x, torch.zeros_like(x, dtype=torch.int64)
         counted = (~torch.isnan(x)).sum(dim, keepdim=True)
-        place = (counted - 1).clamp(0) // 2
+        position = (counted - 1).clamp(0) // 2
         if not skips_nan:
-            place = torch.where(counted < x.shape[dim], counted, place)
-        return _chosen(*torch.sort(x, dim=dim, stable=True), place, dim, keepdim)
+            position = torch.where(counted < x.shape[dim], counted, position)
+        return _chosen(*torch.sort(x, dim=dim, stable=True), position, dim, keepdim)
 
     return median
 
@@ -244,9 +244,9 @@ def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> A
     flat = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
     low, high = (flat.amin(), flat.amax()) if min == max else (flat.new_full((), min), flat.new_full((), max))
     low, high = torch.where(low == high, low - 1, low), torch.where(low == high, high + 1, high)
-    place = ((flat - low) * bins / (high - low)).floor().clamp(max=bins - 1)
-    place = torch.where((flat >= low) & (flat <= high), place, -1)
-    return (place == torch.arange(bins, device=x.device).unsqueeze(-1)).sum(-1).to(x.dtype)
+    position = ((flat - low) * bins / (high - low)).floor().clamp(max=bins - 1)
+    position = torch.where((flat >= low) & (flat <= high), position, -1)
+    return (position == torch.arange(bins, device=x.device).unsqueeze(-1)).sum(-1).to(x.dtype)
 
 
 # --- writes at indices ------------------------------------------------------------------------------------------------
@@ -333,8 +333,8 @@ def embedding_bag(
     sizes = inside.sum(1)
     chosen = inside[:, :, None]
     if mode == 2:
-        bags, places = torch.where(chosen, rows, -math.inf).max(1)
-        made, number = torch.where(sizes[:, None] > 0, bags, 0), indices[places]
+        bags, positions = torch.where(chosen, rows, -math.inf).max(1)
+        made, number = torch.where(sizes[:, None] > 0, bags, 0), indices[positions]
     else:
         made, number = torch.where(chosen, rows, 0).sum(1), sizes
         made = made / sizes.clamp(1)[:, None].to(made.dtype) if mode == 1 else made
@@ -372,9 +372,9 @@ def trilinear(
     over: Sequence[int],
     *_: int,
 ) -> Any:
-    for dims, place in ((of_a, 0), (of_b, 1), (of_c, 2)):
+    for dims, position in ((of_a, 0), (of_b, 1), (of_c, 2)):
         for dim in sorted(dims):
-            a, b, c = (one.unsqueeze(dim) if number == place else one for number, one in enumerate((a, b, c)))
+            a, b, c = (one.unsqueeze(dim) if number == position else one for number, one in enumerate((a, b, c)))
     return (a * b * c).sum(list(over), dtype=a.dtype)
 
 

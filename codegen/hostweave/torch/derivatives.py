@@ -45,7 +45,7 @@ class Derivatives:
         first.differentiable += _with_gradients(results)
         first.reached += _reached(results, begun)
         first.layer.returns(results)
-        first.derivative.returns([taken[place] for place in first.reached])
+        first.derivative.returns([taken[position] for position in first.reached])
         return _OpOfLayer(ops.layer_ends, _begin, first, *[first.differentiable] * 3).results(results)
 
 
@@ -58,9 +58,9 @@ def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> 
     functions = list(dict.fromkeys(one.grad_fn for one in results if one.grad_fn is not None))
     seen, found = set(functions), set()
     for function in functions:  # the list grows during the loop
-        for before, place in function.next_functions:
+        for before, position in function.next_functions:
             if before is begin:
-                found.add(place)
+                found.add(position)
             elif before is not None and before not in seen:
                 seen.add(before)
                 functions.append(before)
@@ -68,7 +68,7 @@ def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> 
 
 
 def _with_gradients(values: Sequence[torch.Tensor]) -> list[int]:
-    return [place for place, one in enumerate(values) if one.requires_grad]
+    return [position for position, one in enumerate(values) if one.requires_grad]
 
 
 def _begin(taken: list[Any], number: int) -> Any:
@@ -97,11 +97,11 @@ class _Applied(torch.autograd.Function):
     def forward(ctx: Any, of: _OpOfLayer, *values: torch.Tensor) -> Any:
         ctx.of, ctx.count = of, len(values)
         results = tuple(of.op(list(values), of.first.layer.number))
-        ctx.mark_non_differentiable(*(one for place, one in enumerate(results) if place not in of.differentiable))
+        ctx.mark_non_differentiable(*(one for position, one in enumerate(results) if position not in of.differentiable))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        found = ctx.of.derivative([gradients[place] for place in ctx.of.given], ctx.of.first.derivative.number)
+        found = ctx.of.derivative([gradients[position] for position in ctx.of.given], ctx.of.first.derivative.number)
         made = dict(zip(ctx.of.made, found, strict=True))
-        return None, *(made.get(place) for place in range(ctx.count))
+        return None, *(made.get(position) for position in range(ctx.count))

@@ -99,7 +99,7 @@ def op_name(node: Any) -> str:
     return f"{getattr(target, '__module__', None) or 'torch'}.{target.__name__}" if hasattr(target, "__name__") else str(target)
 
 
-def place_of(stack: Any) -> str:
+def location_of(stack: Any) -> str:
     frames = [frame for frame in stack or () if not frame.filename.startswith(OF_TORCH)]
     return str(Location(frames[-1].filename.rpartition("/")[2], frames[-1].lineno or 0)) if frames else "an unknown line"
 

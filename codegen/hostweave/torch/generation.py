@@ -194,7 +194,7 @@ class Generation:
             return self._plain(kwargs, group)
         own.is_first = False
         is_taken = own.graph is not None and own.graph.takes(kwargs)
-        all_take = group.can_exchange and group.all_true(is_taken)  # collective: either all ranks launch a graph, or all capture one
+        all_take = group.can_coordinate and group.all_true(is_taken)  # collective: either all ranks launch a graph, or all capture one
         if own.graph and all_take:
             return own.graph(kwargs)
         program = self._program(kwargs, is_whole=False)

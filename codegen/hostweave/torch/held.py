@@ -15,17 +15,17 @@ class Held:
     """Tensors of a module that a program reads. The program sees writes to them, but not new tensors that replace them."""
 
     def __init__(self, module: nn.Module, paths: Iterable[str]):
-        found = {path: place_of(module, path) for path in paths}
+        found = {path: slot_of(module, path) for path in paths}
         held = {id(tensor) for *_, tensor in found.values()}
         every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        found |= {path: place_of(module, path) for path, tensor in every if id(tensor) in held}  # a tied tensor has several paths
-        self._places = [(path, *place) for path, place in found.items()]
-        self.tensors = [tensor for *_, tensor in self._places]
+        found |= {path: slot_of(module, path) for path, tensor in every if id(tensor) in held}  # a tied tensor has several paths
+        self._slots = [(path, *slot) for path, slot in found.items()]
+        self.tensors = [tensor for *_, tensor in self._slots]
         self._memory = list(map(memory_of, self.tensors))
 
     def changed(self) -> str:
         remedy = "compile again, or use copy_ on the original tensor"
-        for (path, tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
+        for (path, tensors, key, tensor), memory in zip(self._slots, self._memory, strict=True):
             if tensors.get(key) is not tensor:
                 return f"{path} was replaced after compilation; {remedy}"
             if memory_of(tensor) != memory:
@@ -38,23 +38,23 @@ class Folded:
     not noticed, because they change no version counter."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
-        self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
-        self._copies = [tensor.detach().clone() for *_, tensor in self._places]
+        self._slots = [(name, *slot_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
+        self._copies = [tensor.detach().clone() for *_, tensor in self._slots]
         self._versions = self._now()
 
     def changed(self) -> str:
-        for name, held, key, tensor in self._places:
+        for name, held, key, tensor in self._slots:
             if held.get(key) is not tensor:
                 return name
         if (now := self._now()) != self._versions:
-            for (name, *_, tensor), copy in zip(self._places, self._copies, strict=True):
+            for (name, *_, tensor), copy in zip(self._slots, self._copies, strict=True):
                 if not torch.equal(tensor, copy):
                     return name
             self._versions = now
         return ""
 
     def _now(self) -> list[int]:
-        return [tensor._version for *_, tensor in self._places if not tensor.is_inference()]
+        return [tensor._version for *_, tensor in self._slots if not tensor.is_inference()]
 
 
 def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
@@ -63,7 +63,7 @@ def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
     return tensor
 
 
-def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
+def slot_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
     """The dict that has a tensor, the key, and the tensor. Reading the dict is faster than getattr."""
     parent, _, key = path.rpartition(".")
     owner, tensor = module.get_submodule(parent), tensor_of(module, path)

@@ -42,9 +42,9 @@ class Layer:
 
     def written(self, graph: Graph) -> dict[int, int]:
         """Maps indices of written arguments to indices of the results that are their new values."""
-        places = {node: number for number, node in enumerate(self.results)}
+        positions = {node: number for number, node in enumerate(self.results)}
         pairs = ((number, graph.written.get(argument)) for number, argument in enumerate(self.arguments))
-        return {number: places[value] for number, value in pairs if value in places}
+        return {number: positions[value] for number, value in pairs if value in positions}
 
 
 def repeated_layers(graph: Graph) -> list[Layer]:

@@ -51,7 +51,7 @@ def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
     shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     rest, solved = b.expand(*shape, *b.shape[-2:]), list[Any]()
     for k in reversed(range(n)) if upper else range(n):
-        at = k if upper else 0  # place of row k in `rest`
+        at = k if upper else 0  # position of row k in `rest`
         x = rest[..., at : at + 1, :]
         solved.append(x if unit else x / a[..., k : k + 1, k : k + 1])
         others, factors = (rest[..., :k, :], a[..., :k, k : k + 1]) if upper else (rest[..., 1:, :], a[..., k + 1 :, k : k + 1])

@@ -69,17 +69,17 @@ def as_tensors(graph: Graph) -> None:
             continue
         if node.target in _BY_TENSORS and is_number(node.args[-1]):
             x, *source, dim, index = node.args
-            places = [*[None] * (dim % x.meta["val"].ndim), tensor(index, node)]
-            node.target, node.args = _BY_TENSORS[node.target], (x, places, *source)
+            positions = [*[None] * (dim % x.meta["val"].ndim), tensor(index, node)]
+            node.target, node.args = _BY_TENSORS[node.target], (x, positions, *source)
         elif node.target in (aten.full.default, aten.scalar_tensor.default) and is_number(node.args[-1]):
             *size, number = node.args
             value = call(node, convert, tensor(number, node), node.meta["val"].dtype)
             node.target, node.args, node.kwargs = aten.expand.default, (value, *(size or [[]])), {}
-        for place, argument in enumerate(node.target._schema.arguments):
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        for position, argument in enumerate(node.target._schema.arguments):
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
             if is_number(given) and "int" not in str(argument.type) and argument.name != "end":  # the end of `arange` is a size
                 replaced = tensor(given, node)
-                node.update_arg(place, replaced) if place < len(node.args) else node.update_kwarg(argument.name, replaced)
+                node.update_arg(position, replaced) if position < len(node.args) else node.update_kwarg(argument.name, replaced)
                 node.target = getattr(node.target.overloadpacket, node.target._overloadname.replace("Scalar", "Tensor"), node.target)
 
 
@@ -138,16 +138,16 @@ def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
         if not any(map(_is_scalar, items)):
             return own(x, tuple(items) if isinstance(index, tuple) else items[0], *value)
         sizes = [0 if one is None or one is Ellipsis else one.ndim if _is_mask(one) else 1 for one in items]
-        if (dots := next((place for place, one in enumerate(items) if one is Ellipsis), None)) is not None:
+        if (dots := next((position for position, one in enumerate(items) if one is Ellipsis), None)) is not None:
             items[dots : dots + 1] = [slice(None)] * (x.ndim - sum(sizes))
             sizes[dots : dots + 1] = [1] * (x.ndim - sum(sizes))
         dim, rest = 0, list[Any]()
         for item, size in zip(items, sizes, strict=True):
             if _is_scalar(item):
-                place = _read(item if isinstance(item, torch.Tensor) else torch.scalar_tensor(item, dtype=torch.int64))
-                if isinstance(place, torch.SymInt):  # with this check, torch traces a view; programs support negative indices too
-                    torch._check(place >= 0)  # type: ignore[no-untyped-call]
-                x = x.select(dim, place)
+                position = _read(item if isinstance(item, torch.Tensor) else torch.scalar_tensor(item, dtype=torch.int64))
+                if isinstance(position, torch.SymInt):  # with this check, torch traces a view; programs support negative indices too
+                    torch._check(position >= 0)  # type: ignore[no-untyped-call]
+                x = x.select(dim, position)
             else:
                 dim, rest = dim + size, [*rest, item]
         return own(x, tuple(rest), *value)

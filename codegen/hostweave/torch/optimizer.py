@@ -329,17 +329,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
         """Records the source of a tensor. With `anew`, the tensor was written, so other views of its storage become invalid."""
-        storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        storage, layout = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
         if anew:
-            self._values[storage] = {place: read}
+            self._values[storage] = {layout: read}
         else:
-            self._values.setdefault(storage, {})[place] = read
+            self._values.setdefault(storage, {})[layout] = read
         self._first.setdefault(storage, read)
 
     def _get(self, tensor: torch.Tensor) -> OperandSource:
-        place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
-        if (read := self._values.get(_storage(tensor), {}).get(place)) is None:
+        layout = tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+        if (read := self._values.get(_storage(tensor), {}).get(layout)) is None:
             raise ProgramError(f"reads a tensor of {tuple(tensor.shape)} that no recorded op computed, or that was written through a view")
         return read
 

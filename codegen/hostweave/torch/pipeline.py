@@ -21,7 +21,7 @@ from hostweave.torch.pipeline_program import PipelineInputs, recorded
 from hostweave.torch.plan import AxesOfDims, mesh_of
 from hostweave.torch.schedules import schedule_of
 from hostweave.torch.stage_trace import example_of, traced_stage
-from hostweave.torch.stages import HERE, Source, Stage, WithLoss, cut, expect_matches, expect_own_parameters, places_of
+from hostweave.torch.stages import HERE, Source, Stage, WithLoss, cut, expect_matches, expect_own_parameters, stage_meshes_of
 from hostweave.types.tensor import TensorType
 
 
@@ -70,7 +70,7 @@ class Pipeline:
             made = self.program(**given, group=group) if group else self.program.run(**given)
             loss, *others = made if isinstance(made, tuple) else (made,)
             if self._inputs.clip is not None:
-                self.grad_norm = next(one for one in others[: len(self._inputs.places)] if one is not None)
+                self.grad_norm = next(one for one in others[: len(self._inputs.stage_meshes)] if one is not None)
             for number, of_stage in hosts.items():
                 self._inputs.updates[number].ended(of_stage)
             for (stage, path), gradient in zip(self._inputs.updated, others if self._inputs.updated else (), strict=True):
@@ -158,8 +158,8 @@ def compiled_pipeline(
         if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] % microbatches:
             why = f"example_inputs: {name} is {tuple(value.shape) if isinstance(value, torch.Tensor) else value!r}"
             raise ProgramError(f"{HERE}: {why}; pass a tensor whose first dim is a multiple of microbatches={microbatches}")
-    places = places_of(mesh_of(mesh))
-    actions = schedule_of(schedule, len(modules), len(places), microbatches)
+    stage_meshes = stage_meshes_of(mesh_of(mesh))
+    actions = schedule_of(schedule, len(modules), len(stage_meshes), microbatches)
     settings = options_of(options, "pipeline")
     expect_own_parameters(modules)
     expect_matches(plan, modules, names)
@@ -170,7 +170,7 @@ def compiled_pipeline(
         if number and not isinstance(pipe, Pipe):
             sources[:0] = [Source(number - 1, at) for at in range(len(stages[-1].outer.of_module))]
         given = [example_of(stages, source, examples, microbatches) for source in sources]
-        mesh_of_stage, is_last = places[number % len(places)], number == len(modules) - 1
+        mesh_of_stage, is_last = stage_meshes[number % len(stage_meshes)], number == len(modules) - 1
         stage, rows = traced_stage(number, module, mesh_of_stage, sources, given, names, plan, rows, settings, splits, is_last)
         stages.append(stage)
     tensors = [one for module in modules for one in module.parameters()]

@@ -41,7 +41,7 @@ class PipelineInputs:
             self.updates[stage.number] = self._updates_of(stage, optimizer)
 
     @property
-    def places(self) -> list[Mesh]:
+    def stage_meshes(self) -> list[Mesh]:
         return list(dict.fromkeys(stage.mesh for stage in self.stages))
 
     def _enter(self, key: Any, name: str, type: TensorType) -> str:
@@ -82,13 +82,13 @@ class PipelineInputs:
 def recorded(inputs: PipelineInputs, actions: Sequence[Action]) -> Fusion:
     """Records the program. The program returns the loss, the gradient norms if gradients are clipped, and either the gradients or, with an
     optimizer, the new parameters and state."""
-    first = 1 + (len(inputs.places) if inputs.clip is not None else 0)
+    first = 1 + (len(inputs.stage_meshes) if inputs.clip is not None else 0)
     written = [name for updates in inputs.updates.values() for name in updates.written]
 
     def pipeline(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
         return _Recording(inputs, given).results(actions)
 
-    mesh = Mesh(((AXIS, len(inputs.places)), *inputs.stages[0].mesh.axes))
+    mesh = Mesh(((AXIS, len(inputs.stage_meshes)), *inputs.stages[0].mesh.axes))
     return hw.fusion(mesh=mesh, donate={name: at for at, name in enumerate(written, first)}, **inputs.types)(pipeline)
 
 
@@ -126,10 +126,10 @@ class _Recording:
             gradients[number] = [resharded(self.gradients[number, path], tuple(axes)) for path, axes in dims.items()]
         norms: dict[Mesh, hw.Tensor] = {}
         if (limit := pipeline.clip) is not None:
-            first = pipeline.places[0]
+            first = pipeline.stage_meshes[0]
             totals = [squares(of_stage) for of_stage in gradients.values() if of_stage]
             norm = hw.sqrt(sum((_moved(one, one.type, first) for one in totals[1:]), _moved(totals[0], totals[0].type, first)))
-            norms = {place: _moved(norm, norm.type, place) for place in pipeline.places}
+            norms = {mesh: _moved(norm, norm.type, mesh) for mesh in pipeline.stage_meshes}
             gradients = {number: clipped(own, norms[self.stages[number].mesh], limit) for number, own in gradients.items()}
         made = [*norms.values()]
         for number, updates in pipeline.updates.items():

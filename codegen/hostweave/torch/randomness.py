@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.runtime.exchange import CallSignature
+from hostweave.runtime.coordinator import CallSignature
 from hostweave.runtime.group import Group
 from hostweave.torch.nodes import modules_of
 from hostweave.torch.ops import ops
@@ -39,9 +39,9 @@ def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
     """
     draws = group is None or not group.in_process or group.rank == 0
     own: list[int] = torch.randint(2**31, (count,)).tolist() if draws else []
-    if group is not None and group.count > 1 and group.can_exchange:
+    if group is not None and group.count > 1 and group.can_coordinate:
         if group.in_process:
-            own = json.loads(_exchanged(name, own, group)[0])
+            own = json.loads(_gathered(name, own, group)[0])
         elif not _is_same(name, own, group):
             why = "ranks draw different random numbers, because their generators of torch are in different states"
             raise ArgumentError(f"{name}: {why}; call torch.manual_seed with the same seed in all processes")
@@ -50,10 +50,10 @@ def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
 
 def _is_same(name: str, seeds: list[int], group: Group) -> bool:
     same = group.same_on_host(name, hash(tuple(seeds)), lambda: None, "")
-    return len(set(_exchanged(name, seeds, group))) == 1 if same is None else same
+    return len(set(_gathered(name, seeds, group))) == 1 if same is None else same
 
 
-def _exchanged(name: str, seeds: list[int], group: Group) -> list[str]:
+def _gathered(name: str, seeds: list[int], group: Group) -> list[str]:
     told = group.agree(CallSignature(f"{name}: random numbers", "", "", bound=json.dumps(seeds)), "", group.call_timeout)
     return [one.bound for one in told]
 

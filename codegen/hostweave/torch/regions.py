@@ -22,7 +22,7 @@ from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.options import Options
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import Delegating
-from hostweave.torch.dynamo import MARK, nodes_of, op_name, place_of, value_of, wants_one_graph
+from hostweave.torch.dynamo import MARK, location_of, nodes_of, op_name, value_of, wants_one_graph
 from hostweave.torch.nodes import location
 from hostweave.torch.plan import Layouts
 from hostweave.torch.region import ModelPart, Region, RegionPlan
@@ -49,7 +49,7 @@ class Backend:
         """Compiles a graph of Dynamo. Under fullgraph=True, raises ProgramError for unsupported ops."""
         reason: Any = getattr(graph, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
-            self.breaks.append((place_of(reason.user_stack), reason.reason.partition("\n")[0]))
+            self.breaks.append((location_of(reason.user_stack), reason.reason.partition("\n")[0]))
         held = self._held(graph, example_inputs)
         with torch._guards.tracing(None):  # torch.export uses a separate fake mode
             return self._computes(graph, held, is_whole=wants_one_graph())
@@ -109,8 +109,8 @@ class Backend:
                 self.parts.append(ModelPart([node for node in own if node.target is not operator.getitem], why=why))
                 continue
             passed = {
-                place.name: held[given.name]
-                for place, given in zip(inner.graph.find_nodes(op="placeholder"), outer.args, strict=True)
+                placeholder.name: held[given.name]
+                for placeholder, given in zip(inner.graph.find_nodes(op="placeholder"), outer.args, strict=True)
                 if given.name in held
             }
             whole.set_submodule(outer.target, _CalledModule(self._computes(inner, passed, is_whole=False)))
@@ -120,7 +120,7 @@ class Backend:
         """Lists the compiled parts, the ops that run eagerly with the reason, and the bytes that each break costs."""
         lines = []
         for number, part in enumerate(self.parts):
-            first = next((place for node in part.nodes if (place := location(node))), None)
+            first = next((found for node in part.nodes if (found := location(node))), None)
             at = f" from {first}" if first else ""
             if part.why:
                 names = ", ".join(dict.fromkeys(op_name(node) for node in part.nodes))
@@ -130,7 +130,7 @@ class Backend:
                 costs = f"; {len(part.returned)} values of {total} bytes leave the program" if len(self.parts) > 1 else ""
                 passes = "forward and backward pass of " if isinstance(part.model, TrainingModule) else ""
                 lines.append(f"{number}: compiled{at}: {passes}{len(part.nodes)} ops{costs}")
-        lines += [f"graph break at {place}: {reason}" for place, reason in dict.fromkeys(self.breaks)]
+        lines += [f"graph break at {where}: {reason}" for where, reason in dict.fromkeys(self.breaks)]
         return "\n".join(lines)
 
 

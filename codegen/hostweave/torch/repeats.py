@@ -201,9 +201,9 @@ class Repeats:
 def _structure(layer: nn.Module) -> object:
     """Classes and tensors of a layer, including which tensors are identical."""
     modules = [(path, type(part)) for path, part in layer.named_modules(remove_duplicate=False)]
-    places: dict[int, int] = {}
+    positions: dict[int, int] = {}
     tensors = [
-        (name, described([one]), one.requires_grad, places.setdefault(id(one), n)) for n, (name, one) in enumerate(tensors_of(layer))
+        (name, described([one]), one.requires_grad, positions.setdefault(id(one), n)) for n, (name, one) in enumerate(tensors_of(layer))
     ]
     return modules, tensors
 

@@ -103,9 +103,9 @@ def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
         alike.setdefault(tuple(map(op_of, nodes)), []).append(nodes)
     names, others = {node.name for node in saved}, list[Node]()
     for group in alike.values():
-        places = [tuple(number for number, node in enumerate(nodes) if node.name in names) for nodes in group]
-        ((usual, _),) = Counter(places).most_common(1)
-        others += [nodes[number] for nodes, own in zip(group, places, strict=True) if own != usual for number in usual]
+        positions = [tuple(number for number, node in enumerate(nodes) if node.name in names) for nodes in group]
+        ((usual, _),) = Counter(positions).most_common(1)
+        others += [nodes[number] for nodes, own in zip(group, positions, strict=True) if own != usual for number in usual]
     for node in others:
         node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     return bool(others)
@@ -135,8 +135,8 @@ def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
     counts = Counter(kinds.values())
     most = max(counts.values(), default=0)
 
-    def place(node: Node) -> tuple[str, int]:
+    def position(node: Node) -> tuple[str, int]:
         match = found[node]
         return kinds[node] if counts[kinds[node]] < most else "", int(match[1]) if match else 0
 
-    return {node: names[node] for node in sorted(names, key=place)}
+    return {node: names[node] for node in sorted(names, key=position)}

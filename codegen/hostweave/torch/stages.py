@@ -119,7 +119,7 @@ def cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], l
     return names, modules, wiring
 
 
-def places_of(mesh: Mesh) -> list[Mesh]:
+def stage_meshes_of(mesh: Mesh) -> list[Mesh]:
     """Part of the mesh for each coordinate along the axis of the stages."""
     axes = [name for name, _ in mesh.axes]
     axis = axes[0] if len(axes) == 1 else AXIS
@@ -128,7 +128,7 @@ def places_of(mesh: Mesh) -> list[Mesh]:
     if axes.index(axis):
         raise ProgramError(f"{HERE}: {AXIS} is not the first axis of {mesh}; write hw.Mesh({AXIS}=..., tp=...)")
     others = tuple((name, size) for name, size in mesh.axes if name != axis)
-    ranks = [[rank for rank in mesh.all_ranks if mesh.coordinate(rank, axis) == place] for place in range(mesh.axis_size(axis))]
+    ranks = [[rank for rank in mesh.all_ranks if mesh.coordinate(rank, axis) == index] for index in range(mesh.axis_size(axis))]
     return [Mesh(others, tuple(of)) for of in ranks]
 
 

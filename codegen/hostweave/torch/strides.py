@@ -90,18 +90,18 @@ def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offs
     order = _by_stride(size, stride)
     if order is not None and not begin and prod(size) == x.numel():
         return flat.view([size[dim] for dim in order]).permute([order.index(dim) for dim in range(len(size))])
-    return flat[_places(size, stride, begin, x.device)]
+    return flat[_positions(size, stride, begin, x.device)]
 
 
-def _places(size: Sequence[int], stride: Sequence[int], begin: Any, device: torch.device) -> Any:
-    places = torch.full((1,) * len(size), begin, dtype=torch.int64, device=device)
+def _positions(size: Sequence[int], stride: Sequence[int], begin: Any, device: torch.device) -> Any:
+    positions = torch.full((1,) * len(size), begin, dtype=torch.int64, device=device)
     for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
-        places = places + (torch.arange(n, device=device) * step).view(-1, *[1] * (len(size) - 1 - dim))
-    return places
+        positions = positions + (torch.arange(n, device=device) * step).view(-1, *[1] * (len(size) - 1 - dim))
+    return positions
 
 
 def as_strided_scatter(x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     if _by_stride(x.shape, x.stride()) != list(range(x.ndim)):
         return NotImplemented
-    places = _places(size, stride, 0 if offset is None else offset - x.storage_offset(), x.device)
-    return x.reshape(-1).index_put((places.reshape(-1),), source.reshape(-1)).view(x.shape)
+    positions = _positions(size, stride, 0 if offset is None else offset - x.storage_offset(), x.device)
+    return x.reshape(-1).index_put((positions.reshape(-1),), source.reshape(-1)).view(x.shape)

@@ -199,7 +199,7 @@ class Updates:
             hosts.update({id(one.parameter): step.host for one in members})
             dtype = torch.promote_types(members[0].parameter.dtype, torch.float32)
             given = copied_to(device, torch.tensor([step.numbers[at] for at in names], dtype=dtype))
-            numbers.update({of: given[place] for place, of in enumerate(names.values())})
+            numbers.update({of: given[position] for position, of in enumerate(names.values())})
         return numbers, [hosts[id(one.parameter)] for one in self.parameters]
 
     def _host_of(self, one: Updated) -> dict[str, Any] | None:

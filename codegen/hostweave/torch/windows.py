@@ -69,9 +69,9 @@ def _average(count: int) -> Callable[..., Any]:
             if set(counts) == {counts[0]}:
                 total = _divided(total, counts[0])
             else:
-                places = torch.arange(n, device=x.device) * s - p
-                first = places if count_include_pad else places.clamp(0)
-                lengths = (places + k).clamp(max=size + edge) - first
+                positions = torch.arange(n, device=x.device) * s - p
+                first = positions if count_include_pad else positions.clamp(0)
+                lengths = (positions + k).clamp(max=size + edge) - first
                 total = _divided(total, lengths.to(x.dtype).view(-1, *[1] * (count - 1 - dim)))
         return total
 
@@ -90,9 +90,9 @@ def _largest(count: int) -> Callable[..., Any]:
         for dim, (size, k) in enumerate(zip(x.shape[-count:], kernel, strict=True)):
             own = chosen // math.prod(kernel[dim + 1 :]) % k
             begin = (torch.arange(sizes[dim], device=x.device) * stride[dim] - padding[dim]).view(-1, *[1] * (count - 1 - dim))
-            place = begin + own * dilation[dim]
+            position = begin + own * dilation[dim]
             # A window chooses padding only if its elements are all minimal. It then chooses its first element, as in torch.
-            number = number * size + (torch.where(place < 0, place % dilation[dim], place) if padding[dim] else place)
+            number = number * size + (torch.where(position < 0, position % dilation[dim], position) if padding[dim] else position)
         return values, number
 
     return pool
@@ -100,8 +100,8 @@ def _largest(count: int) -> Callable[..., Any]:
 
 def _begins_and_ends(size: int, out: int, device: torch.device) -> tuple[Any, Any]:
     """Start and end of each window of adaptive pooling."""
-    places = torch.arange(out, device=device)
-    return places * size // out, ((places + 1) * size + out - 1) // out
+    positions = torch.arange(out, device=device)
+    return positions * size // out, ((positions + 1) * size + out - 1) // out
 
 
 def _adaptive_average(count: int) -> Callable[..., Any]:
@@ -112,10 +112,10 @@ def _adaptive_average(count: int) -> Callable[..., Any]:
                 x = x.unflatten(dim, (out, size // out)).mean(dim + 1)
             else:
                 begin, end = _begins_and_ends(size, out, x.device)
-                places = begin[:, None] + torch.arange(size // out + 2, device=x.device)
-                parts = x.index_select(dim, places.clamp(max=size - 1).flatten()).unflatten(dim, places.shape).movedim(dim + 1, -1)
+                positions = begin[:, None] + torch.arange(size // out + 2, device=x.device)
+                parts = x.index_select(dim, positions.clamp(max=size - 1).flatten()).unflatten(dim, positions.shape).movedim(dim + 1, -1)
                 lengths = (end - begin).to(x.dtype).view(-1, *[1] * (x.ndim - 1 - dim))
-                x = torch.where((places < end[:, None]).view(out, *[1] * (x.ndim - 1 - dim), -1), parts, 0).sum(-1) / lengths
+                x = torch.where((positions < end[:, None]).view(out, *[1] * (x.ndim - 1 - dim), -1), parts, 0).sum(-1) / lengths
         return x
 
     return pool
@@ -124,15 +124,15 @@ def _adaptive_average(count: int) -> Callable[..., Any]:
 def _adaptive_largest(count: int) -> Callable[..., Any]:
     def pool(x: Any, output: Any) -> tuple[Any, Any]:
         output, images = each(output, count), x.shape[-count:]
-        places = []
+        positions = []
         for dim, (size, out) in enumerate(zip(images, output, strict=True)):
             begin, end = _begins_and_ends(size, out, x.device)
             longest = max((i + 1) * size // out + ((i + 1) * size % out > 0) - i * size // out for i in range(out))
             # A shorter window repeats its last element.
             own = torch.minimum(begin[:, None] + torch.arange(longest, device=x.device), end[:, None] - 1)
-            places.append(own)
+            positions.append(own)
             x = x.index_select(x.ndim - count + dim, own.flatten())
-        lead, longest_of = x.ndim - count, [place.shape[1] for place in places]
+        lead, longest_of = x.ndim - count, [position.shape[1] for position in positions]
         windows = x.reshape(*x.shape[:lead], *(n for pair in zip(output, longest_of, strict=True) for n in pair))
         turned = windows.permute(*range(lead), *range(lead, lead + 2 * count, 2), *range(lead + 1, lead + 2 * count, 2)).flatten(
             lead + count
@@ -141,7 +141,7 @@ def _adaptive_largest(count: int) -> Callable[..., Any]:
         number: Any = 0
         for dim, (size, longest) in enumerate(zip(images, longest_of, strict=True)):
             own = chosen // math.prod(longest_of[dim + 1 :]) % longest
-            table = places[dim].view(output[dim], *[1] * (count - 1 - dim), longest).expand(*own.shape[lead + dim :], longest)
+            table = positions[dim].view(output[dim], *[1] * (count - 1 - dim), longest).expand(*own.shape[lead + dim :], longest)
             number = number * size + table.expand(*own.shape, longest).gather(-1, own.unsqueeze(-1)).squeeze(-1)
         return values, number
 

@@ -378,7 +378,7 @@ def _is_large(op: Op) -> bool:
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """Moves matmuls that no large op needs, such as gradients of weights, down to places where ops wait for a communication.
+    """Moves matmuls that no large op needs, such as gradients of weights, down to points where ops wait for a communication.
 
     Ops that depend on these matmuls move too. A matmul passes at most two communications that large ops need, because the new position
     lengthens the live ranges of its operands.

@@ -395,18 +395,18 @@ def bind_sizes(
                 bound_by.setdefault(symbol, name)
     for name, type_ in inputs.items():
         for index, (dim, size) in enumerate(zip(type_.dims, shapes[name], strict=True)):
-            place = f"{program}: {name}: dim {index}"
+            where = f"{program}: {name}: dim {index}"
             try:
                 wanted = dim.size.bind(sizes) if all(symbol in sizes for symbol in dim.size.symbols) else size
             except ValueError as error:
-                raise ArgumentError(f"{place} is {size}; no size fits, because {error}") from None
+                raise ArgumentError(f"{where} is {size}; no size fits, because {error}") from None
             if wanted != size:
-                raise SizeError(f"{place} is {size}; it must be {wanted}{'' if dim.size.is_int else f' for {dim.size}'}")
+                raise SizeError(f"{where} is {size}; it must be {wanted}{'' if dim.size.is_int else f' for {dim.size}'}")
             parts, ranks = pieces(dim.axes, type_.mesh_in(mesh)), type_.mesh_in(mesh).size_of(dim.axes)
             if size % parts and (parts > ranks or (uneven is not None and not dim.size.is_uneven(parts, uneven))):
                 of_each = " in two pieces each" if parts > ranks else ""
                 raise ArgumentError(
-                    f"{place} ({dim.size} = {size}) cannot be divided evenly by {ranks} ranks along {', '.join(dim.axes)}{of_each}; "
+                    f"{where} ({dim.size} = {size}) cannot be divided evenly by {ranks} ranks along {', '.join(dim.axes)}{of_each}; "
                     f"pad it to {-(-size // parts) * parts}"
                 )
     return sizes

@@ -16,7 +16,7 @@ using Enqueue = std::function<int(Lock&, Stream&)>;
 struct Node {
   std::size_t stream;  // index among the captured streams; 0 is the launch stream
   Enqueue enqueue;
-  Place place;
+  Location location;
   // Predecessors: the previous node of the same stream, and the nodes of other streams that this stream waits for.
   std::vector<std::size_t> after;
   std::vector<std::uint64_t*> marks = {};  // words to increment when the op is done

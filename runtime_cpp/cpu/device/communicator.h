@@ -74,7 +74,7 @@ struct Match : Asked {
   bool is_shared() const {
     return std::adjacent_find(seat_ranks.begin(), seat_ranks.end(), std::not_equal_to<>()) != seat_ranks.end();
   }
-  void exchange();  // Moves the data. Meanwhile, no other op accesses the buffers of the seats.
+  void transfer();  // Moves the data. Meanwhile, no other op accesses the buffers of the seats.
 };
 
 // Memory that all ranks of a process group registered in one collective call.

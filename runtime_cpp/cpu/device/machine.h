@@ -1,6 +1,6 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// One mutex guards all state. Ops compute and exchange data without the mutex. When an op begins, the machine adds the op to its
+// One mutex guards all state. Ops compute and transfer data without the mutex. When an op begins, the machine adds the op to its
 // collectives. If check_dependencies is on, the machine also checks the accesses of the op for races. In seeded mode, the machine
 // also fills the outputs of the op with 0xff bytes. When an op ends, the machine wakes the streams that wait for the op. In
 // parallel mode (workers.cpp), a thread pool runs ready ops. In seeded mode (turns.cpp), a seed chooses one step at a time among
@@ -42,7 +42,7 @@ struct HostThread {
   std::string waits_for;        // description of that condition, for reports
   std::condition_variable wake;
   std::uint64_t priority = 0;
-  Place place;
+  Location location;
   cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 };
 HostThread& this_thread();
@@ -187,7 +187,7 @@ class Machine {
   std::optional<OpName> over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch);
   void take_seats(Stream& stream, Op& op);
   void poison(const Op& op);
-  void exchange(Lock& lock, Match& match);
+  void transfer(Lock& lock, Match& match);
   void end(Stream& stream, Op& op);
   void drop_queues();
   void retire(Stream& stream);
@@ -237,7 +237,7 @@ class Machine {
   std::condition_variable workers_wake_, workers_idle_;
   std::vector<Split*> splits_;
   std::size_t idle_workers_ = 0, blocked_workers_ = 0;
-  std::size_t running_ = 0;  // threads that run work or an exchange without the lock
+  std::size_t running_ = 0;  // threads that run work or a transfer without the lock
   bool stopping_ = false;
 
   std::string faulty_call_;

@@ -67,7 +67,7 @@ inline Range write_of(const void* pointer, std::size_t bytes, std::size_t rows =
 
 // --- ops
 
-struct Place {  // position of a call in the source; strings are interned, so that reports can outlive the program
+struct Location {  // position of a call in the source; strings are interned, so that reports can outlive the program
   const char* file = nullptr;
   int line = 0;
   const char* call = nullptr;
@@ -80,7 +80,7 @@ struct OpName {
   const char* kind = "";           // "all_reduce", "copy", or a kernel's name
   const char* process_group = "";  // the communicator's name, for communications
   int subject = -1;                // index of the argument that reports name; -1: none
-  Place place;
+  Location location;
 
   std::string text() const;  // such as "rank 0 stream 1: all_reduce h over x (program.cpp:41)"
   std::string what() const;  // all_reduce h over x (program.cpp:41)

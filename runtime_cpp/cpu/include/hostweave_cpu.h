@@ -64,7 +64,7 @@ void hw_cpu_fail_call(const char* call, int nth);
 
 // Sets the source position of this thread's next calls, for reports. HW_CHECK calls this function before each call.
 // `call` is the source text of the call. The strings are copied.
-void hw_cpu_place(const char* file, int line, const char* call);
+void hw_cpu_location(const char* file, int line, const char* call);
 
 // Report of the failure that stopped all ranks. If there was no such failure, the last error of this thread, or "". The string is
 // valid until this thread calls the function again.

@@ -107,11 +107,11 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   ncclWaitSignalDesc_t next{.opCnt = 1, .peer = next_rank, .sigIdx = 0, .ctx = 0};
   (void)ncclWaitSignal(1, &next, comm, found.stream);
   (void)cudaStreamEndCapture(found.stream, &graph);
-  const CUdeviceptr place = graph ? awaited(graph) : 0;
+  const CUdeviceptr address = graph ? awaited(graph) : 0;
   if (graph) cudaGraphDestroy(graph);
   cudaGetLastError();
   CUdeviceptr begin = 0;
-  if (!place || range_of(&begin, &found.bytes, place) != CUDA_SUCCESS) return;
+  if (!address || range_of(&begin, &found.bytes, address) != CUDA_SUCCESS) return;
   found.data = reinterpret_cast<void*>(begin);
   const std::lock_guard lock(known_mutex);
   known()[comm] = found;

@@ -118,7 +118,7 @@ struct PackedSequences {
   static constexpr int kMost = 9;
   int count;  // number of operands
   struct {
-    int32_t* places;  // [batch * sequences + 1]: start of each sequence, in elements
+    int32_t* offsets;  // [batch * sequences + 1]: start of each sequence, in elements
     int64_t batch_stride, row_stride;
   } operands[kMost];
 };

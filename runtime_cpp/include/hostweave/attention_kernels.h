@@ -42,10 +42,10 @@ __device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64
 }
 
 // Tile of rows of a thread block. The last tile of a head comes first: in causal attention it has the most columns.
-struct Place {
+struct BlockPosition {
   int64_t batch, head, first, of_lse;
 
-  __device__ Place(int64_t block, int64_t heads, int64_t rows) {
+  __device__ BlockPosition(int64_t block, int64_t heads, int64_t rows) {
     const int64_t tiles = (rows + kAttentionTile - 1) / kAttentionTile, row_of_tiles = block / tiles;
     batch = row_of_tiles / heads, head = row_of_tiles % heads;
     first = (tiles - 1 - block % tiles) * kAttentionTile;
@@ -57,24 +57,24 @@ template <class T, int kHead>
 __device__ void attend(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;
   HW_SHARED Its products;
-  const Place place(block, p.heads, p.rows);
-  const int64_t group = place.head / (p.heads / p.groups);
-  const Tile<T> q = tile<T>(p.q, p.size, place.batch, place.head, place.first, p.rows);
-  const Sight sight(p, place.batch);
-  const Bias<T> bias(p, place.batch, place.head);
+  const BlockPosition position(block, p.heads, p.rows);
+  const int64_t group = position.head / (p.heads / p.groups);
+  const Tile<T> q = tile<T>(p.q, p.size, position.batch, position.head, position.first, p.rows);
+  const Sight sight(p, position.batch);
+  const Bias<T> bias(p, position.batch, position.head);
   const int rows = Its::rows(q.rows), width = Its::template columns<kHead>(p.value_size);
   Span spans[Its::kRows];
   HW_UNROLL
-  for (int i = 0; i < rows; ++i) spans[i] = sight.of(place.first + Its::row(i));
+  for (int i = 0; i < rows; ++i) spans[i] = sight.of(position.first + Its::row(i));
   float largest[Its::kRows], sums[Its::kRows] = {};
   Part<Its, kHead> results;
   clear(results);
   HW_UNROLL
   for (float& x : largest) x = none();
-  const int64_t end = sight.of(place.first + q.rows - 1).end;
-  for (int64_t column = sight.of(place.first).begin; column < end; column += kTileSide) {
+  const int64_t end = sight.of(position.first + q.rows - 1).end;
+  for (int64_t column = sight.of(position.first).begin; column < end; column += kTileSide) {
     typename Its::Scores scores;
-    const Tile<T> k = tile<T>(p.k, p.size, place.batch, group, column, end);
+    const Tile<T> k = tile<T>(p.k, p.size, position.batch, group, column, end);
     const int columns = Its::template columns<kTileSide>(k.rows);
     products.multiply(scores, q, k);
     float most[Its::kRows];
@@ -85,7 +85,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
       for (int j = 0; j < columns; ++j) {
         const int64_t of_score = column + Its::column(j);
         float& score = scores[i][j];
-        score = spans[i].has(of_score) ? score * p.scale + bias(place.first + Its::row(i), of_score) : none();
+        score = spans[i].has(of_score) ? score * p.scale + bias(position.first + Its::row(i), of_score) : none();
         most[i] = fmaxf(most[i], score);
       }
     }
@@ -101,7 +101,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
       for (int j = 0; j < width; ++j) results[i][j] *= before;
     }
     products.keep(scores);
-    products.template add_weighted<kHead>(results, tile<T>(p.v, p.value_size, place.batch, group, column, end));
+    products.template add_weighted<kHead>(results, tile<T>(p.v, p.value_size, position.batch, group, column, end));
   }
   wait_for_threads();
   products.combine(sums, [](float a, float b) { return a + b; });
@@ -111,9 +111,9 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
     HW_UNROLL
     for (int j = 0; j < width; ++j) results[i][j] *= quotient;
     const int row = Its::row(i);
-    if (p.lse && Its::column(0) == 0 && row < q.rows) p.lse[place.of_lse + place.first + row] = largest[i] + logf(sums[i]);
+    if (p.lse && Its::column(0) == 0 && row < q.rows) p.lse[position.of_lse + position.first + row] = largest[i] + logf(sums[i]);
   }
-  store<T, kHead>(p.o, place.batch, place.head, place.first, q.rows, p.value_size, results);
+  store<T, kHead>(p.o, position.batch, position.head, position.first, q.rows, p.value_size, results);
 }
 
 // Data of a tile of rows for the backward pass, in shared memory.
@@ -172,8 +172,8 @@ __device__ void differentiate_queries(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;
   HW_SHARED Its products;
   HW_SHARED Rows rows;
-  const Place place(block, p.heads, p.rows);
-  const int64_t batch = place.batch, head = place.head, first = place.first, group = head / (p.heads / p.groups);
+  const BlockPosition position(block, p.heads, p.rows);
+  const int64_t batch = position.batch, head = position.head, first = position.first, group = head / (p.heads / p.groups);
   const Sight sight(p, batch);
   const int64_t count = Sight::least(kTileSide, p.rows - first), end = sight.of(first + count - 1).end;
   load_rows<T>(rows, p, sight, batch, head, first);
@@ -199,15 +199,15 @@ __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;
   HW_SHARED Its products;
   HW_SHARED Rows rows;
-  const Place place(block, p.groups, p.columns);
-  const int64_t batch = place.batch, heads = p.heads / p.groups;
-  const Tile<T> k = tile<T>(p.k, p.size, batch, place.head, place.first, p.columns);
-  const Tile<T> v = tile<T>(p.v, p.value_size, batch, place.head, place.first, p.columns);
+  const BlockPosition position(block, p.groups, p.columns);
+  const int64_t batch = position.batch, heads = p.heads / p.groups;
+  const Tile<T> k = tile<T>(p.k, p.size, batch, position.head, position.first, p.columns);
+  const Tile<T> v = tile<T>(p.v, p.value_size, batch, position.head, position.first, p.columns);
   const Sight sight(p, batch);
   Part<Its, kHead> of_keys, of_values;
   clear(of_keys), clear(of_values);
-  const auto [begin, end] = sight.rows_of(place.first, place.first + k.rows - 1);
-  for (int64_t head = place.head * heads; head < (place.head + 1) * heads; ++head) {
+  const auto [begin, end] = sight.rows_of(position.first, position.first + k.rows - 1);
+  for (int64_t head = position.head * heads; head < (position.head + 1) * heads; ++head) {
     const Bias<T> bias(p, batch, head);
     for (int64_t first = begin; first < end; first += kTileSide) {
       typename Its::Scores scores, changes;
@@ -221,7 +221,7 @@ __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
         const int row = Its::column(j);
         HW_UNROLL
         for (int i = 0; i < Its::rows(k.rows); ++i) {
-          const int64_t column = place.first + Its::row(i);
+          const int64_t column = position.first + Its::row(i);
           const bool sees = rows.sees(row, column);
           scores[i][j] = sees ? weight(scores[i][j] * p.scale + bias(first + row, column), rows.lse[row]) : 0;
           changes[i][j] = sees ? scores[i][j] * (changes[i][j] - rows.sums[row]) * p.scale : 0;
@@ -234,8 +234,8 @@ __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
       products.template add_weighted<kHead>(of_keys, q);
     }
   }
-  store<T, kHead>(p.k_gradient, batch, place.head, place.first, k.rows, p.size, of_keys);
-  store<T, kHead>(p.v_gradient, batch, place.head, place.first, k.rows, p.value_size, of_values);
+  store<T, kHead>(p.k_gradient, batch, position.head, position.first, k.rows, p.size, of_keys);
+  store<T, kHead>(p.v_gradient, batch, position.head, position.first, k.rows, p.value_size, of_values);
 }
 
 // Gradient of the bias. A block owns a tile of the bias, and sums the gradients of all scores to which this tile is added.

@@ -73,9 +73,9 @@ class Channel {
   // Enqueues a wait that consumes the peer's signal of this number.
   cudaError_t wait_signal(int64_t peer, int number, cudaStream_t stream) const;
 
-  // Address in a peer's memory that corresponds to `place`; null if `place` is not in shared memory, or if world ranks are
+  // Address in a peer's memory that corresponds to `address`; null if `address` is not in shared memory, or if world ranks are
   // unknown.
-  char* on_peer(int64_t peer, const char* place) const;
+  char* on_peer(int64_t peer, const char* address) const;
   // Sets the shared memory that `on_peer` searches.
   void set_shared(const std::vector<SharedMemory>* shared) { shared_ = shared; }
 

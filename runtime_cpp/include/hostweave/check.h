@@ -16,12 +16,12 @@
 
 #ifdef HOSTWEAVE_CPU_DEVICE  // Reports of the CPU device name the line of the call.
 #include <hostweave_cpu.h>
-#define HW_PLACE(call) hw_cpu_place(HW_FILE, __LINE__, call)
+#define HW_LOCATION(call) hw_cpu_location(HW_FILE, __LINE__, call)
 #else  // The NVTX range ends with the statement.
-#define HW_PLACE(call) static_cast<void>(::hw::Range(call))
+#define HW_LOCATION(call) static_cast<void>(::hw::Range(call))
 #endif
 
-#define HW_CHECK(call) (HW_PLACE(#call), ::hw::check((call), #call, HW_FILE, __LINE__))
+#define HW_CHECK(call) (HW_LOCATION(#call), ::hw::check((call), #call, HW_FILE, __LINE__))
 
 namespace hw {
 

@@ -26,7 +26,7 @@ class DeviceMemory {
       bytes_ = 0;
       HW_CHECK(cudaFree(std::exchange(data_, nullptr)));  // Waits until the calls that use the old memory have ended.
       const std::string call = "cudaMalloc of " + std::to_string(bytes) + " bytes";
-      HW_PLACE("cudaMalloc");
+      HW_LOCATION("cudaMalloc");
       check(cudaMalloc(&data_, bytes), call.c_str(), HW_FILE, __LINE__);
       bytes_ = bytes;
     }

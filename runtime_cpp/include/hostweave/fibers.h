@@ -171,8 +171,8 @@ struct GroupOrder {
   int64_t groups, length;
 
   HW_DEVICE U& end(int64_t group) const { return y[group]; }
-  HW_DEVICE U& index(int64_t place) const { return y[groups + place]; }
-  HW_DEVICE U& place(int64_t i) const { return y[groups + length + i]; }
+  HW_DEVICE U& index(int64_t position) const { return y[groups + position]; }
+  HW_DEVICE U& position(int64_t i) const { return y[groups + length + i]; }
 };
 template <int kGroups, class T, class U>
 HW_DEVICE void group_order(Fibers, Fiber<T> x, Fiber<U> y) {
@@ -188,8 +188,8 @@ HW_DEVICE void group_order(Fibers, Fiber<T> x, Fiber<U> y) {
     order.end(group) = total, total += count;
   }
   for (int64_t i = 0; i < x.length; ++i) {
-    const U place = order.place(i) = has_group(i) ? order.end(x[i])++ : 0;
-    if (has_group(i)) order.index(place) = static_cast<U>(i);
+    const U position = order.position(i) = has_group(i) ? order.end(x[i])++ : 0;
+    if (has_group(i)) order.index(position) = static_cast<U>(i);
   }
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
@@ -240,17 +240,17 @@ __device__ void group_order(BlockFibers block, Fiber<T> x, Fiber<U> y) {
       for (int part = 0; part < parts && group < kGroups; ++part) own += counts[part][group];
       const int sum = total + sums_so_far(block, own, of_tile);
       if (group < kGroups) order.end(group) = sum;
-      for (int part = parts - 1, place = sum; part >= 0 && group < kGroups; --part) {
-        place -= counts[part][group];
-        counts[part][group] = place;
+      for (int part = parts - 1, position = sum; part >= 0 && group < kGroups; --part) {
+        position -= counts[part][group];
+        counts[part][group] = position;
       }
       total += of_tile;
     }
     __syncthreads();
     for_each([&](int64_t i, int group, unsigned same) {
-      const int place = group < 0 ? 0 : counts[warp][group] + __popc(same & ((1u << lane) - 1));
-      if (i < end) order.place(i) = place;
-      if (group >= 0) order.index(place) = static_cast<U>(i);
+      const int position = group < 0 ? 0 : counts[warp][group] + __popc(same & ((1u << lane) - 1));
+      if (i < end) order.position(i) = position;
+      if (group >= 0) order.index(position) = static_cast<U>(i);
       add(group, same);
     });
     for (int64_t i = total + threadIdx.x; i < x.length; i += block.threads()) order.index(i) = 0;
@@ -271,7 +271,7 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 }
 #endif
 
-// Calls write(i, place) for each source element i whose destination index[i] is on this rank. One thread makes all writes to a
+// Calls write(i, position) for each source element i whose destination index[i] is on this rank. One thread makes all writes to a
 // destination, in the order of i.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Fiber<const int64_t> index, Rows rows, Write write) {
@@ -279,19 +279,19 @@ HW_DEVICE void for_each_sent(Group group, Fiber<const int64_t> index, Rows rows,
   if (is_one_warp(group, index.first)) {  // Each thread loads one index, and the warp shares the indices.
     for (int64_t tile = 0; tile < index.length; tile += 32) {
       const int64_t i = tile + threadIdx.x % 32;
-      const int64_t place = i < index.length ? index[i] - rows.first : -1;
-      const bool is_theirs = place >= 0 && place < rows.length && place % group.threads() == group.thread();
+      const int64_t position = i < index.length ? index[i] - rows.first : -1;
+      const bool is_theirs = position >= 0 && position < rows.length && position % group.threads() == group.thread();
       for (unsigned sent = __ballot_sync(~0u, is_theirs); sent; sent &= sent - 1) {
         const int from = __ffs(sent) - 1;
-        write(tile + from, __shfl_sync(~0u, place, from));
+        write(tile + from, __shfl_sync(~0u, position, from));
       }
     }
     return;
   }
 #endif
   for (int64_t i = 0; i < index.length; ++i) {
-    const int64_t place = index[i] - rows.first;
-    if (place >= 0 && place < rows.length && place % group.threads() == group.thread()) write(i, place);
+    const int64_t position = index[i] - rows.first;
+    if (position >= 0 && position < rows.length && position % group.threads() == group.thread()) write(i, position);
   }
 }
 
@@ -299,15 +299,15 @@ HW_DEVICE void for_each_sent(Group group, Fiber<const int64_t> index, Rows rows,
 template <class Group, class T>
 HW_DEVICE void scatter(Group group, Fiber<const T> x, Fiber<const int64_t> index, Fiber<const T> source, Rows rows, Fiber<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = x[i];
-  for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
+  for_each_sent(group, index, rows, [&](int64_t i, int64_t position) { y[position] = source[i]; });
 }
 
 // y[i] is the sum of the source elements with global index rows.first + i. The sum is rounded to T after each addition.
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Fiber<const int64_t> index, Fiber<const T> source, Rows rows, Fiber<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);
-  for_each_sent(group, index, rows, [&](int64_t i, int64_t place) {
-    y[place] = from_total<T>(Add()(accumulated(y[place]), accumulated(source[i])));
+  for_each_sent(group, index, rows, [&](int64_t i, int64_t position) {
+    y[position] = from_total<T>(Add()(accumulated(y[position]), accumulated(source[i])));
   });
 }
 

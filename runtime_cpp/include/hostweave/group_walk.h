@@ -31,12 +31,12 @@ struct GroupTile {
   GroupRows rows;
 };
 
-// Row and column of tile number `place`. The rows of tiles are divided into bands of about equal height, with at most 16 rows of
-// tiles each. Tiles of a band are numbered column by column, so that concurrent tiles share operands. There are as few bands as
-// possible, because each band reads all columns again.
-__device__ inline void set_place(int place, int down, int across, int& row, int& column) {
-  const int bands = (down + 15) / 16, height = (down + bands - 1) / bands, first = place / (height * across) * height;
-  const int rows = down - first < height ? down - first : height, in_band = place - first * across;
+// Row and column of tile number `position`. The rows of tiles are divided into bands of about equal height, with at most 16 rows
+// of tiles each. Tiles of a band are numbered column by column, so that concurrent tiles share operands. There are as few bands
+// as possible, because each band reads all columns again.
+__device__ inline void set_position(int position, int down, int across, int& row, int& column) {
+  const int bands = (down + 15) / 16, height = (down + bands - 1) / bands, first = position / (height * across) * height;
+  const int rows = down - first < height ? down - first : height, in_band = position - first * across;
   column = in_band / rows, row = first + in_band - column * rows;
 }
 
@@ -60,12 +60,12 @@ class GroupWalk {
       }
       scan();
     }
-    const int place = tile - before_;
-    const int lane = __ffs(__ballot_sync(~0u, place < sums_ * across_)) - 1;
-    const int own = __shfl_sync(~0u, tiles_, lane), in_group = place - __shfl_sync(~0u, sums_ - tiles_, lane) * across_;
+    const int position = tile - before_;
+    const int lane = __ffs(__ballot_sync(~0u, position < sums_ * across_)) - 1;
+    const int own = __shfl_sync(~0u, tiles_, lane), in_group = position - __shfl_sync(~0u, sums_ - tiles_, lane) * across_;
     found.rows = {__shfl_sync(~0u, lane_rows_.begin, lane), __shfl_sync(~0u, lane_rows_.end, lane)};
     int row, column;
-    set_place(in_group, own, across_, row, column);
+    set_position(in_group, own, across_, row, column);
     if (is_small_) row = static_cast<int>(found.rows.count() / tile_rows_);
     found.group = base_ + lane, found.row = found.rows.begin + int64_t{row} * tile_rows_, found.column = column;
     return true;
@@ -106,7 +106,7 @@ struct OuterWalk {
     const int group = tile / (down * across);
     if (group >= p.groups) return false;
     int row, column;
-    set_place(tile - group * down * across, down, across, row, column);
+    set_position(tile - group * down * across, down, across, row, column);
     found = {group, int64_t{row} * tile_rows, column, rows_of(p, group)};
     return true;
   }

@@ -54,11 +54,11 @@ struct SharedTile {
   __device__ void copy(const T* from, int64_t pitch, int64_t rows, int64_t columns, bool wide) const {
 #pragma unroll
     for (int i = threadIdx.x; i < kRows * kChunks; i += kGroupedThreads) {
-      const int row = i / kChunks, place = i % kChunks;
-      const int64_t left = row < rows ? columns - place * 8 : 0;
+      const int row = i / kChunks, position = i % kChunks;
+      const int64_t left = row < rows ? columns - position * 8 : 0;
       const int count = static_cast<int>(limited(left, 8));
-      const T* const source = count > 0 ? from + row * pitch + place * 8 : from;
-      T* const to = chunk(row, place);
+      const T* const source = count > 0 ? from + row * pitch + position * 8 : from;
+      T* const to = chunk(row, position);
       if (wide) {
         copy_to_shared(to, source, count * 2);
       } else {

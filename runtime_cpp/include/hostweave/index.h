@@ -28,8 +28,8 @@ constexpr int64_t local_size(int64_t n, int64_t ranks, int64_t rank_in_group) {
 // Position of a rank in a list, or -1.
 template <int n>
 constexpr int64_t index_in(const int64_t (&ranks)[n], int64_t rank) {
-  for (int place = 0; place < n; ++place) {
-    if (ranks[place] == rank) return place;
+  for (int position = 0; position < n; ++position) {
+    if (ranks[position] == rank) return position;
   }
   return -1;
 }

@@ -60,9 +60,9 @@ HW_DEVICE Values<T, kCount> load(const T* first) {
   return *reinterpret_cast<const Values<T, kCount>*>(first);
 }
 // Loads a vector from a pseudo-array, such as hw::Terms.
-template <int kCount, class Place>
-HW_DEVICE auto load(const Place& place) -> decltype(place.template load<kCount>()) {
-  return place.template load<kCount>();
+template <int kCount, class Pointer>
+HW_DEVICE auto load(const Pointer& pointer) -> decltype(pointer.template load<kCount>()) {
+  return pointer.template load<kCount>();
 }
 // Reads a bool whose byte may have any value: nonzero is true. For a plain read, the compiler would assume that the byte is 0 or
 // 1.
@@ -99,9 +99,9 @@ template <int kCount, class T>
 HW_DEVICE Values<T, kCount> request(const T* first) {
   return hw::load<kCount>(first);
 }
-template <int kCount, class Place>
-HW_DEVICE auto request(const Place& place) -> decltype(place.template request<kCount>()) {
-  return place.template request<kCount>();
+template <int kCount, class Pointer>
+HW_DEVICE auto request(const Pointer& pointer) -> decltype(pointer.template request<kCount>()) {
+  return pointer.template request<kCount>();
 }
 template <class T, int kCount>
 HW_DEVICE Values<T, kCount> received(const Values<T, kCount>& values) {
@@ -116,12 +116,12 @@ HW_DEVICE auto received(Request& request) -> decltype(request.received()) {
 // exceed n by a grid stride.
 HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 
-HW_DEVICE const void* place_of(const void* array) { return array; }
+HW_DEVICE const void* address_of(const void* array) { return array; }
 
 // True if all arrays are aligned to 16 bytes.
 template <class... Arrays>
 HW_DEVICE bool aligned(const Arrays&... arrays) {
-  return (reinterpret_cast<uintptr_t>(place_of(arrays)) | ...) % 16 == 0;
+  return (reinterpret_cast<uintptr_t>(address_of(arrays)) | ...) % 16 == 0;
 }
 
 // The first column of the vector that a thread computes. Threads after the end compute the last columns again, and store nothing.

@@ -32,9 +32,9 @@ struct RegisterRow {
   HW_DEVICE const Elements& operator[](const Chunk& j) const { return values[j.number]; }
 };
 // A row that is reloaded at each use, because the row is unaligned or does not fit in registers.
-template <class Place, int kWidth>
+template <class Pointer, int kWidth>
 struct ReloadedRow {
-  Place row;
+  Pointer row;
 
   HW_DEVICE auto operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
 };
@@ -58,8 +58,8 @@ HW_DEVICE auto hold_row(const Row& row, Compute compute) {
   return held;
 }
 // Loads a thread's elements of a row from memory. Starts all loads before it waits for the first.
-template <class Row, class Place>
-HW_DEVICE auto load_row(const Row& row, Place first) {
+template <class Row, class Pointer>
+HW_DEVICE auto load_row(const Row& row, Pointer first) {
   auto requested = hold_row(row, [&](const Chunk j) { return hw::request<Row::kWidth>(first + j); });
   return hold_row(row, [&](const Chunk j) { return hw::received(requested.values[j.number]); });
 }
@@ -156,10 +156,10 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
   HW_DEVICE Chunks<Row> begin() const { return {*this, {first(0), 0}}; }
   HW_DEVICE Chunks<Row> end() const { return begin(); }
 
-  template <class Place>
-  HW_DEVICE auto load(Place row) const {
+  template <class Pointer>
+  HW_DEVICE auto load(Pointer row) const {
     if constexpr (kWidth == 1) {
-      return ReloadedRow<Place, 1>{row};
+      return ReloadedRow<Pointer, 1>{row};
     } else {
       return load_row(*this, row);
     }
@@ -191,8 +191,8 @@ struct RowUpTo : ThreadGroup<0> {
   HW_DEVICE Chunks<RowUpTo> end() const { return begin(); }
 
   static HW_DEVICE bool fits(int64_t length) { return length <= int64_t{kEach} * threads() * kWidth; }
-  template <class Place>
-  HW_DEVICE auto load(Place row) const {
+  template <class Pointer>
+  HW_DEVICE auto load(Pointer row) const {
     return load_row(*this, row);
   }
   template <class Compute>
@@ -215,8 +215,8 @@ struct LongRow : ThreadGroup<0> {
   HW_DEVICE Chunks<LongRow> begin() const { return {*this, {first(0), 0}}; }
   HW_DEVICE Chunks<LongRow> end() const { return begin(); }
 
-  template <class Place>
-  HW_DEVICE ReloadedRow<Place, kWidth> load(Place row) const {
+  template <class Pointer>
+  HW_DEVICE ReloadedRow<Pointer, kWidth> load(Pointer row) const {
     return {row};
   }
   template <class Compute>

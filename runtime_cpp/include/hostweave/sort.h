@@ -108,8 +108,8 @@ __device__ bool order_few(BlockFibers block, Fiber<T> x, Fiber<int64_t> order, u
   block.sync();
   for_each_key<kDescending>(block, x, [&](int64_t i, uint32_t key) {
     if (key > bound) return;
-    const int place = atomicAdd(&taken, 1);
-    if (place < kSorted) tile[place] = packed(key, i);
+    const int position = atomicAdd(&taken, 1);
+    if (position < kSorted) tile[position] = packed(key, i);
   });
   block.sync();
   const int count = taken;
@@ -159,24 +159,24 @@ __device__ void choose(BlockFibers block, Fiber<T> x, int64_t left, uint64_t* ti
     if ((key & known) < digits || (all && (key & known) == digits)) tile[atomicAdd(&taken, 1u)] = i;
   });
   if (all) return;
-  const int warp = threadIdx.x / 32, place = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t share = (x.length + blockDim.x - 1) / blockDim.x * 32;
   const int64_t end = (warp + 1) * share < x.length ? (warp + 1) * share : x.length;
   const auto each_equal = [&](auto take) {
     for (int64_t first = warp * share; first < end; first += 32) {
-      const int64_t i = first + place;
+      const int64_t i = first + lane;
       const bool is_equal = i < end && (sort_key<kDescending>(x[i]) & known) == digits;
       take(i, is_equal, __ballot_sync(~0u, is_equal));
     }
   };
   uint32_t count = 0;
   each_equal([&](int64_t, bool, unsigned equal) { count += __popc(equal); });
-  if (place == 0) of_warps[warp] = count;
+  if (lane == 0) of_warps[warp] = count;
   block.sync();
   int64_t before = length - left;
   for (int other = 0; other < warp; ++other) before += of_warps[other];
   each_equal([&](int64_t i, bool is_equal, unsigned equal) {
-    const int64_t at = before + __popc(equal & ((1u << place) - 1));
+    const int64_t at = before + __popc(equal & ((1u << lane) - 1));
     if (is_equal && at < length) tile[at] = i;
     before += __popc(equal);
   });
@@ -223,7 +223,7 @@ __device__ void order_long(BlockFibers block, Fiber<T> x, int64_t* order, uint64
   const int64_t n = x.length, part = (n + Team::size() - 1) / Team::size(), begin = Team::rank() * part;
   const int64_t end = begin + part < n ? begin + part : n;
   auto *from = reinterpret_cast<uint32_t*>(order), *to = from + n;
-  const int thread = block.thread(), threads = block.threads(), warp = thread / 32, place = thread % 32, warps = threads / 32;
+  const int thread = block.thread(), threads = block.threads(), warp = thread / 32, lane = thread % 32, warps = threads / 32;
   for (int64_t i = begin + thread; i < end; i += threads) from[i] = static_cast<uint32_t>(i);
   for (int shift = 0; shift < static_cast<int>(sizeof(Key)) * 8; shift += 8) {
     const auto digit_of = [&](uint32_t index) {
@@ -265,13 +265,13 @@ __device__ void order_long(BlockFibers block, Fiber<T> x, int64_t* order, uint64
       uint32_t index[kEach], digit[kEach], rank[kEach];
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        const int64_t i = first + (warp * kEach + e) * 32 + place;
+        const int64_t i = first + (warp * kEach + e) * 32 + lane;
         index[e] = i < end ? from[i] : 0;
         digit[e] = i < end ? digit_of(index[e]) : kDigits;
       }
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        const unsigned equal = __match_any_sync(~0u, digit[e]), before = __popc(equal & ((1u << place) - 1));
+        const unsigned equal = __match_any_sync(~0u, digit[e]), before = __popc(equal & ((1u << lane) - 1));
         uint16_t* const own = &of_warps[warp * kDigits + digit[e] % kDigits];
         rank[e] = *own + before;
         __syncwarp();
@@ -353,16 +353,16 @@ HW_DEVICE void argsort(Fibers, Fiber<T> x, Fiber<int64_t> order) {
     const auto key_a = sort_key<kDescending>(x[a]), key_b = sort_key<kDescending>(x[b]);
     return key_a < key_b || (key_a == key_b && a < b);
   };
-  const auto sift = [&](int64_t place, int64_t end, int64_t index) {
-    for (int64_t child; (child = 2 * place + 1) < end; place = child) {
+  const auto sift = [&](int64_t node, int64_t end, int64_t index) {
+    for (int64_t child; (child = 2 * node + 1) < end; node = child) {
       if (child + 1 < end && comes_first(order[child], order[child + 1])) ++child;
       if (!comes_first(index, order[child])) break;
-      order[place] = order[child];
+      order[node] = order[child];
     }
-    order[place] = index;
+    order[node] = index;
   };
   for (int64_t i = 0; i < n; ++i) order[i] = i;
-  for (int64_t place = n / 2; place-- > 0;) sift(place, n, order[place]);
+  for (int64_t node = n / 2; node-- > 0;) sift(node, n, order[node]);
   for (int64_t i = n; i < x.length; ++i) {
     if (comes_first(i, order[0])) sift(0, n, i);
   }

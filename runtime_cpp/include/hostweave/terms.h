@@ -188,7 +188,7 @@ struct TermsAt {
 
   HW_DEVICE TermsAt operator+(int64_t further) const { return {terms, first + further}; }
 
-  // Not inlined, because kernels with scalar access call this function in many places.
+  // Not inlined, because kernels with scalar access call this function often.
   HW_NOINLINE T element() const { return requested<1>().received()[0]; }
 
   template <int kCount>
@@ -229,14 +229,14 @@ struct RequestedTerms {
   Packet packets[kRanks][kMany];
   Values<T, kCount> own;
 
-  HW_DEVICE void ask(const TermsAt<T, kRanks>& place) {
-    at = place;
+  HW_DEVICE void ask(const TermsAt<T, kRanks>& terms) {
+    at = terms;
     if (at.terms->gathered) return;
     own = hw::load<kCount>(at.terms->own + at.first);
     at.terms->look(at.first / kPart, packets);
   }
 #else
-  HW_DEVICE void ask(const TermsAt<T, kRanks>& place) { at = place; }
+  HW_DEVICE void ask(const TermsAt<T, kRanks>& terms) { at = terms; }
 #endif
 
   // Returns the sums. Waits for packets that have not arrived.
@@ -277,7 +277,7 @@ struct RequestedTerms {
 
 // Address whose alignment decides if vector accesses are possible.
 template <class T, int kRanks>
-HW_DEVICE const void* place_of(const Terms<T, kRanks>& terms) {
+HW_DEVICE const void* address_of(const Terms<T, kRanks>& terms) {
   return terms.own;
 }
 
@@ -462,12 +462,12 @@ struct LandedBlocksAt {
 // Address whose alignment decides if vector accesses are possible. The address depends on the size of a block, because a vector
 // must not cross the end of a block.
 template <class T, int kRanks, bool kSums>
-HW_DEVICE const void* place_of(const LandedBlocks<T, kRanks, kSums>& blocks) {
+HW_DEVICE const void* address_of(const LandedBlocks<T, kRanks, kSums>& blocks) {
   return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(blocks.own) | blocks.count * sizeof(T));
 }
 template <class T, int kRanks>
-HW_DEVICE const void* place_of(const SentBlocks<T, kRanks>& sent) {
-  return place_of(sent.blocks);
+HW_DEVICE const void* address_of(const SentBlocks<T, kRanks>& sent) {
+  return address_of(sent.blocks);
 }
 
 }  // namespace hw

@@ -284,8 +284,8 @@ class WarpgroupProducts {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup_;
     const unsigned staged = stages_ + kStages * kBytes + warpgroup_ * (64 * kStaged * 2);
     const int64_t row = tile.row + warpgroup_ * 64;
-    const auto chunk = [&](int row, int place) {
-      return staged + place / 8 * kBox + row * kRowBytes + (place % 8 ^ row % 8) * 16;
+    const auto chunk = [&](int row, int position) {
+      return staged + position / 8 * kBox + row * kRowBytes + (position % 8 ^ row % 8) * 16;
     };
 #pragma unroll
     for (int part = 0; part < kColumns; part += kStaged) {
@@ -316,9 +316,9 @@ class WarpgroupProducts {
       } else {
         T* const to = static_cast<T*>(p_.result) + row * p_.result_pitch + column;
         for (int i = threadIdx.x % 128; i < static_cast<int>(rows) * (kStaged / 8); i += 128) {
-          const int down = i / (kStaged / 8), place = i % (kStaged / 8);
-          const auto values = *static_cast<Values<T, 8>*>(__cvta_shared_to_generic(chunk(down, place)));
-          store_chunk(to + down * p_.result_pitch + place * 8, values, p_.columns - column - place * 8);
+          const int down = i / (kStaged / 8), position = i % (kStaged / 8);
+          const auto values = *static_cast<Values<T, 8>*>(__cvta_shared_to_generic(chunk(down, position)));
+          store_chunk(to + down * p_.result_pitch + position * 8, values, p_.columns - column - position * 8);
         }
       }
     }

@@ -59,16 +59,16 @@ class WindowArena {
 
   ncclWindow_t window(const Channel& channel) const;
   // Offset of an address in this rank's windows, in bytes. Throws ExecutionError if the address is elsewhere.
-  size_t offset(const void* place) const;
-  // Address in a peer's memory that corresponds to `place`, for copies and kernels of this rank.
+  size_t offset(const void* address) const;
+  // Address in a peer's memory that corresponds to `address`, for copies and kernels of this rank.
   template <class T>
-  T* on_peer(const Channel& channel, int64_t peer, T* place) const {
-    return static_cast<T*>(place_on_peer(channel, peer, place));
+  T* on_peer(const Channel& channel, int64_t peer, T* address) const {
+    return static_cast<T*>(address_on_peer(channel, peer, address));
   }
 
  private:
   struct Windows;
-  void* place_on_peer(const Channel& channel, int64_t peer, const void* place) const;
+  void* address_on_peer(const Channel& channel, int64_t peer, const void* address) const;
   struct Memory {
     struct {
       void* data;

@@ -17,9 +17,9 @@
 
 #if __has_include(<hostweave_cpu.h>)
 #include <hostweave_cpu.h>
-#define HW_PLACE(text) hw_cpu_place(__FILE__, __LINE__, text)
+#define HW_LOCATION(text) hw_cpu_location(__FILE__, __LINE__, text)
 #else
-#define HW_PLACE(text) ((void)0)
+#define HW_LOCATION(text) ((void)0)
 #endif
 
 namespace hw {
@@ -47,7 +47,7 @@ inline void check(ncclResult_t e, const char* call, const char* file, int line) 
 inline void check(cublasStatus_t e, const char* call, const char* file, int line) {
   if (e != CUBLAS_STATUS_SUCCESS) fail(cublasLtGetStatusString(e), call, file, line);
 }
-#define HW_CHECK(call) (HW_PLACE(#call), ::hw::check((call), #call, __FILE__, __LINE__))
+#define HW_CHECK(call) (HW_LOCATION(#call), ::hw::check((call), #call, __FILE__, __LINE__))
 
 // Closes the thread's NCCL group if an exception leaves the scope.
 class CloseGroupOnError {

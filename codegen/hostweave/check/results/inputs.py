@@ -23,7 +23,7 @@ from hostweave.types.tensor import TensorType, global_shape
 
 SMALL_INTEGERS = range(3)  # values of integers without a role
 BITS = 2**16  # number of values of integers that xor reduces; with few bits, two results are often equal by chance
-ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "places", "starts", "lengths", "offsets", "ends", "xored"
+ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "positions", "starts", "lengths", "offsets", "ends", "xored"
 
 
 def random_inputs(

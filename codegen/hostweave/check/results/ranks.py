@@ -102,8 +102,8 @@ class FieldRanks:
         """Queues that can execute the instruction of `first` together, because layouts and sizes are equal."""
         assert first.current
         instruction, accesses = first.current.instruction, first.current.accesses
-        place = first.executed_count, first.is_posted
-        same = [each for each in ready if (each.executed_count, each.is_posted) == place and each.is_at(instruction)]
+        progress = first.executed_count, first.is_posted
+        same = [each for each in ready if (each.executed_count, each.is_posted) == progress and each.is_at(instruction)]
         if first.communications or len(same) == 1:
             return same  # Sends and receives run rank by rank.
         packed, of_ranks = instruction.packed, self.instances.roots

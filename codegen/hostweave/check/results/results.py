@@ -160,9 +160,9 @@ class ComparedOutput:
         """Difference at one element. `at` has the sample, and the index in the block."""
         seed, *index = at
         values = (float(x.value[min(seed, x.samples - 1)][tuple(index)]) for x in (self.actual, self.expected))
-        places = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
-        place = np.unravel_index(places[tuple(index)], self.shape) if self.shape else ()
-        return Difference(self.name, self.rank, tuple(map(int, place)), dict(expected.sizes), expected.seeds, *values)
+        positions = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
+        index_in_result = np.unravel_index(positions[tuple(index)], self.shape) if self.shape else ()
+        return Difference(self.name, self.rank, tuple(map(int, index_in_result)), dict(expected.sizes), expected.seeds, *values)
 
 
 def computed_outputs(

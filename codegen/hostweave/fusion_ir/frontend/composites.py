@@ -324,8 +324,8 @@ def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tenso
     for name, value in (("seed", seed), ("draw", draw)):
         if not fits(value, u32) if isinstance(value, int) else isinstance(value, Tensor) and value.dtype != u32:
             raise ProgramError.here(f"{name}={value} is not a u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims")
-    places = counter or [hw.iota(hw.expand_dims(x, 0), 0, u32)]  # a tensor without dims has counter 0
-    numbers = record("philox", *places, *(0 for _ in range(len(places), MAX_RANDOM_DIMS)), seed, draw)
+    counters = counter or [hw.iota(hw.expand_dims(x, 0), 0, u32)]  # a tensor without dims has counter 0
+    numbers = record("philox", *counters, *(0 for _ in range(len(counters), MAX_RANDOM_DIMS)), seed, draw)
     return numbers if counter else hw.reshape(numbers)
 
 

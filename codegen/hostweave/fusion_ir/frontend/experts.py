@@ -91,13 +91,13 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
         is_there = hw.pad(hw.astype(is_there, i32), (0, count - int(length))) != 0
     is_zero = hw.astype(~is_there, i32)
     order = indices.argsort(is_zero, 0)[:count]  # the sort is stable
-    places = [order]
+    positions = [order]
     for dim in reversed(x.type.shape[1:]):
         if not dim.is_int:
             raise ProgramError.here(f"nonzero: dim {dim} of {x.type} is not an int; only the first dim may be symbolic")
-        places[:1] = [places[0] // int(dim), places[0] % int(dim)]
+        positions[:1] = [positions[0] // int(dim), positions[0] % int(dim)]
     total = hw.sum(hw.astype(is_there, i64), 0, keepdims=True)
-    rows = hw.concat([hw.expand_dims(place, 1) for place in places], axis=1) if len(places) > 1 else hw.expand_dims(order, 1)
+    rows = hw.concat([hw.expand_dims(position, 1) for position in positions], axis=1) if len(positions) > 1 else hw.expand_dims(order, 1)
     return hw.where(hw.expand_dims(hw.iota(order, 0, i64) < total, 1), rows, fill_value)
 
 
@@ -125,8 +125,8 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     if repeats.dtype.kind not in INTS or repeats.type.shape != (size,):
         raise ProgramError.here(f"repeat_interleave: repeats are {repeats.type}, not ints [{size}], one for each index of dim {axis}")
     ends = indices.cumsum(hw.astype(repeats, i64), 0)
-    places = record("iota", target=TensorType(i64, (Dim(_size_of(total, "repeat_interleave")),)), beside=x)
-    begun = hw.sum(hw.astype(hw.expand_dims(places, 1) >= ends, i64), 1)  # per place, number of indices whose repetitions have ended
+    positions = record("iota", target=TensorType(i64, (Dim(_size_of(total, "repeat_interleave")),)), beside=x)
+    begun = hw.sum(hw.astype(hw.expand_dims(positions, 1) >= ends, i64), 1)  # per position, number of indices whose repetitions have ended
     last = hw.iota(repeats, 0, i64)[-1:]
     return indices.take(x, hw.minimum(begun, last), axis)
 
@@ -148,7 +148,7 @@ class Routing:
     ranks: int
     choices: int
     _order: Tensor  # [R, rows]: index of the choice in each row; rows are sorted by expert
-    _places: Tensor  # [R, T, k]: row of each choice; 0 on ranks without its expert
+    _positions: Tensor  # [R, T, k]: row of each choice; 0 on ranks without its expert
     _is_own: Tensor  # [R, T, k]: True if the rank has the expert of the choice
 
 
@@ -197,27 +197,27 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     is_own = (local >= 0) & (local < own)
     found = indices.group_order(hw.where(is_own, local, own), 1, own)
     ends, both = found[:, :own], hw.reshape(found[:, own:], ranks, 2, str(total))
-    order, places = both[:, 0], both[:, 1]
+    order, positions = both[:, 0], both[:, 1]
     if capacity is not None:
         slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
         last = hw.iota(flat, 0, i64)[-1:]
         order = indices.take_along_axis(order, hw.minimum(hw.expand_dims(slot, 0), last), 1)
         order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # unused rows all read row 0, which stays in the cache
     of_choices = ranks, str(experts.type.shape[0]), choices
-    places, is_own = hw.reshape(places, *of_choices), hw.reshape(is_own, *of_choices)
-    return Routing(ends, rows, names, ranks, choices, order, places, is_own)
+    positions, is_own = hw.reshape(positions, *of_choices), hw.reshape(is_own, *of_choices)
+    return Routing(ends, rows, names, ranks, choices, order, positions, is_own)
 
 
 def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int) -> Tensor:
     """Replaces the expert of each choice beyond the capacity by `num_experts`, which no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
-    places = indices.inverse_order(indices.argsort(own, 1), 1)  # index of each choice when the rank's choices are sorted by expert
+    positions = indices.inverse_order(indices.argsort(own, 1), 1)  # index of each choice when the rank's choices are sorted by expert
     target = own // (num_experts // ranks)
     every = record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=own)
     to_ranks = hw.sum(hw.astype(hw.expand_dims(target, 2) == every, i64), 1)
     begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: index of the first choice for each destination rank
-    earlier = places - indices.take_along_axis(begins, target, 1)
+    earlier = positions - indices.take_along_axis(begins, target, 1)
     has_room = earlier < (int(room) if room.is_int else record("iota", target=TensorType(i64, (Dim(room),)), beside=own)[-1] + 1)
     return hw.reshape(hw.where(has_room, own, num_experts), *map(str, ids.type.shape))
 
@@ -281,7 +281,7 @@ def moe_return(rows: Tensor, routing: Routing) -> Tensor:
 
 def _rows_of_choices(rows: Tensor, routing: Routing) -> Tensor:
     """Rows of all choices on each rank: [R, T, k, H], with zeros for choices of experts on other ranks."""
-    own = indices.take_along_axis(hw.expand_dims(rows, 2), hw.expand_dims(routing._places, 3), 1)
+    own = indices.take_along_axis(hw.expand_dims(rows, 2), hw.expand_dims(routing._positions, 3), 1)
     return hw.where(hw.expand_dims(routing._is_own, 3), own, 0.0)
 
 

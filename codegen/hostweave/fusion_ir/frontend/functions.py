@@ -371,8 +371,8 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
     Example: on 4 ranks, `hw.collective_permute(x, "M", [3, 0, 1, 2])` sends each shard to the next rank of a ring.
     """
-    places = tuple(NO_SOURCE if source is None else index(source) for source in sources)
-    return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute"), sources=places)
+    indices = tuple(NO_SOURCE if source is None else index(source) for source in sources)
+    return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute"), sources=indices)
 
 
 @checked

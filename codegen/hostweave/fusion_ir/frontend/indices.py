@@ -201,8 +201,8 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
         what = update.type if isinstance(update, Tensor) else repr(update)
         raise ProgramError.here(f"dynamic_update_slice: cannot write {what} to {x.type}; use hw.astype")
     cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice") or [(0, _start(x, 0, update.type.shape[0], 0))]
-    places = [operand for axis, start in cut for operand in (start, _numbers(x, axis))]
-    return record("dynamic_update_slice", x, update, *places, axes=tuple(axis for axis, _ in cut))
+    starts_and_rows = [operand for axis, start in cut for operand in (start, _numbers(x, axis))]
+    return record("dynamic_update_slice", x, update, *starts_and_rows, axes=tuple(axis for axis, _ in cut))
 
 
 def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> list[tuple[int, Tensor]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hostweave.base.names import claim_unique
-from hostweave.fusion_ir.frontend.runs import Column, Roles, Run, Runs, Unfit
+from hostweave.fusion_ir.frontend.runs import CallRun, Column, Roles, Runs, Unfit
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.ops.calls import result_type, stacked
@@ -111,7 +111,7 @@ class _Rewriting:
         names, into, groups = zip(*outputs, strict=True)
         return names, into if any(into) else (), groups if any(groups) else ()
 
-    def pin(self, run: Run) -> None:
+    def pin(self, run: CallRun) -> None:
         """Makes the function return its results in the sharding of the next call's operands and of the program's outputs."""
         function = self.functions.get(run.function.name, run.function)
         wanted = {result: function.inputs[operand].type for operand, result in run.carried.items()}
@@ -134,7 +134,7 @@ class _Rewriting:
                 raise Unfit(run.key)
         self.functions[function.name] = replace(function, body=tuple(ops))
 
-    def take_as_given(self, run: Run) -> None:
+    def take_as_given(self, run: CallRun) -> None:
         """Moves reshards of a group's tensors into the function, because a group is not one buffer that a reshard could read."""
         function = self.functions[run.function.name]
         names, reshards, inputs = set(function.values()), list[Op](), list(function.inputs)
@@ -148,7 +148,7 @@ class _Rewriting:
             reshards.append(Op("reshard", (inputs[at].name,), replace(value, pinned=True), location=run.calls[0].location))
         self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
 
-    def take_parts(self, run: Run) -> None:
+    def take_parts(self, run: CallRun) -> None:
         """Adds a slice of each tensor of which the calls read consecutive indices."""
         for column in run.each.values():
             if column not in self.found.stacks and column not in self.name_of and self.found.is_part(column):
@@ -158,7 +158,7 @@ class _Rewriting:
                 given = attributes(axis=0, start=first[INDEX], step=1)
                 self.parts.append(Op("slice", first.tensors, result, given, first.location))
 
-    def type_in_group(self, run: Run, operand: int) -> TensorType | None:
+    def type_in_group(self, run: CallRun, operand: int) -> TensorType | None:
         """Type of one tensor of the parameter group that an operand reads, or None."""
         column = (run.each | run.lagged).get(operand)
         return None if column is None or self.found.is_stack(column) else self.values[column[0]].type
@@ -170,7 +170,7 @@ class _Rewriting:
         run_of = {name: run for run in self.found.runs for names in (run.key, *run.results) for name in names if name}
         for run in self.found.runs:
             self.place(run, outputs)
-        units: list[Op | Run] = [*self.parts]
+        units: list[Op | CallRun] = [*self.parts]
         for op in self.before.ops:
             name = op.result.name
             if name in run_of:
@@ -181,7 +181,7 @@ class _Rewriting:
         known, ops, selected, elements = {value.name for value in inputs}, list[Op](), set[str](), {*self.element}
         while units:
             for unit in units:
-                new = self.repeat(unit) if isinstance(unit, Run) else [self.linked(unit)]
+                new = self.repeat(unit) if isinstance(unit, CallRun) else [self.linked(unit)]
                 own = {op.result.name for op in new}
                 needed = dict.fromkeys(name for op in new for name in op.tensors if name not in own)
                 selects = [self.select(name) for name in needed if name in self.element and name not in selected]
@@ -192,10 +192,10 @@ class _Rewriting:
                     units.remove(unit)
                     break
             else:
-                raise Unfit(next(unit.key for unit in units if isinstance(unit, Run)))
+                raise Unfit(next(unit.key for unit in units if isinstance(unit, CallRun)))
         return eliminate_dead_code(ops, outputs)
 
-    def place(self, run: Run, outputs: tuple[str, ...]) -> None:
+    def place(self, run: CallRun, outputs: tuple[str, ...]) -> None:
         for column, (of, _, _) in self.outputs.items():
             if of is run:
                 self.element |= {name: (self.name_of[column], number) for number, name in enumerate(column)}
@@ -213,7 +213,7 @@ class _Rewriting:
                 self.name_of |= {placed: self.name_of[run.in_order(given)]} if placed else {}
                 self.element |= {name: (self.name_of[placed], number) for number, name in enumerate(placed)}
 
-    def stack(self, run: Run, column: Column, at: int, elements: Column) -> None:
+    def stack(self, run: CallRun, column: Column, at: int, elements: Column) -> None:
         """Names the stack of a column. The stack replaces the values of the column that are in `elements`."""
         returned = next((self.name_of[c] for c, (of, number, _) in self.outputs.items() if of is run and run.given(number) == at), None)
         if column not in self.name_of:
@@ -223,7 +223,7 @@ class _Rewriting:
             if name in elements and name and name not in self.element:
                 self.element[name] = self.name_of[column], number
 
-    def repeat(self, run: Run) -> list[Op]:
+    def repeat(self, run: CallRun) -> list[Op]:
         """The repeat, followed by `output` ops of its other results."""
         function, first, depth = self.functions[run.function.name], run.calls[0], self.depth(len(run.calls))
         whole = run.each | run.lagged
@@ -250,7 +250,7 @@ class _Rewriting:
             ops.append(self.output(run, name, run.given(at), self.name_of[run.in_order(run.results[at])]))
         return ops
 
-    def output(self, run: Run, call: str, at: int, name: str) -> Op:
+    def output(self, run: CallRun, call: str, at: int, name: str) -> Op:
         function, depth = self.functions[run.function.name], self.depth(len(run.calls))
         given = attributes(index=at, depth=None if at in run.carried.values() else depth)
         op = Op("output", (call,), run.calls[0].result, given, run.calls[0].location, callee=function)

@@ -30,7 +30,7 @@ class Unfit(Exception):
 
 
 @dataclass(eq=False)
-class Run:
+class CallRun:
     """Consecutive calls of one function that become a repeat."""
 
     function: Fusion
@@ -86,8 +86,8 @@ class Runs:
         self.inputs = {value.name for value in fusion.inputs}
         self.users = consumers(fusion)
         self.taken = {*self.values, *(name for value in self.values.values() for size in value.type.shape for name in size.symbols)}
-        self.stacks: dict[Column, tuple[Run, int]] = {}
-        self.runs: list[Run] = []
+        self.stacks: dict[Column, tuple[CallRun, int]] = {}
+        self.runs: list[CallRun] = []
         self.selects = {op.result.name: op for op in fusion.ops if op.kind == "select" and op[AXIS] == 0}
         self.result_of: dict[tuple[str, int], str] = {  # (call, index) -> name of that result
             (op.tensors[0], op[INDEX]): op.result.name for op in fusion.ops if op.kind == "output" and op.callee
@@ -144,14 +144,14 @@ class Runs:
         assert call.callee is not None
         return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.callee.outputs)))]
 
-    def run(self, calls: Sequence[Op]) -> Run | None:
+    def run(self, calls: Sequence[Op]) -> CallRun | None:
         """The run of these calls. None if they cannot become a repeat."""
         function = calls[0].callee
         assert function is not None
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
         if is_inner or any(type.mesh for type in function.types.values()):
             return None
-        run = Run(function, tuple(calls), ())
+        run = CallRun(function, tuple(calls), ())
         if run.key in self.unfit:
             return None
         run.results = tuple(zip(*map(self.results_of, calls), strict=True))
@@ -174,7 +174,7 @@ class Runs:
             self.unfit.add(run.key)
         return None
 
-    def placed(self, run: Run, at: int) -> tuple[Column, TensorType] | None:
+    def placed(self, run: CallRun, at: int) -> tuple[Column, TensorType] | None:
         """The reshards of a result, and their type, if the result has no other uses. The function then does the reshard."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
@@ -257,9 +257,9 @@ class Runs:
                 return columns
         return None
 
-    def group_outputs(self) -> dict[Column, tuple[Run, int, TensorType | None]]:
+    def group_outputs(self) -> dict[Column, tuple[CallRun, int, TensorType | None]]:
         """Maps columns of returned results to the run, the index of the result, and the type of a later reshard or None."""
-        found: dict[Column, tuple[Run, int, TensorType | None]] = {}
+        found: dict[Column, tuple[CallRun, int, TensorType | None]] = {}
         for run in self.runs:
             for at, given in enumerate(run.results):
                 returned = [self.returned(name) for name in given]
@@ -274,7 +274,7 @@ class Runs:
                     found[column] = run, at, None if column == run.in_order(given) else types.pop()
         return found
 
-    def is_kept_otherwise(self, run: Run, at: int) -> bool:
+    def is_kept_otherwise(self, run: CallRun, at: int) -> bool:
         """True if a carried value is updated in place, or another run reads all its values."""
         operand = run.operand_of(at)
         kept = run.in_order(run.columns[operand])

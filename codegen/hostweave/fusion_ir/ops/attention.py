@@ -204,8 +204,8 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
         diagonal = None if not causal else 0 if causal == TOP_LEFT else -q.shape[-2]
         masks = Masks(diagonal, how.get("window", 0), causal == BOTTOM_RIGHT, lengths, bias, offsets, how.get("reversed", 0))
         if pieces:
-            places = np.arange(q.shape[-2]).reshape(pieces, -1)[[*order_of_pieces(pieces // 2)]].ravel()
-            masks = Masks(bias=np.where(places[:, None] >= places, 0, -np.inf))
+            positions = np.arange(q.shape[-2]).reshape(pieces, -1)[[*order_of_pieces(pieces // 2)]].ravel()
+            masks = Masks(bias=np.where(positions[:, None] >= positions, 0, -np.inf))
         if not blocks:
             return compute(np, (q, k, *others), scale, masks)[index]
         columns = k.shape[-2]

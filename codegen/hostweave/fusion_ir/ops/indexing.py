@@ -85,18 +85,18 @@ def _take(types: Types, op: Op) -> TensorType:
 
 def _held(np: Any, index: Any, rows: Any) -> tuple[Any, Any]:
     """Local position of each index, and True for each index that this rank holds."""
-    place = index - (rows[0] if len(rows) else 0)
-    held = (place >= 0) & (place < len(rows))
-    return np.where(held, place, 0), held
+    local = index - (rows[0] if len(rows) else 0)
+    held = (local >= 0) & (local < len(rows))
+    return np.where(held, local, 0), held
 
 
 def _taken(np: Any, x: Any, index: Any, rows: Any, axis: int) -> Any:
-    place, held = _held(np, index, rows)
+    local, held = _held(np, index, rows)
     shape = np.broadcast_shapes(index.shape, tuple(1 if i == axis else size for i, size in enumerate(x.shape)))
     if not len(rows):
         return np.zeros(shape, x.dtype)
     whole = [x.shape[axis] if i == axis else size for i, size in enumerate(shape)]
-    taken = np.take_along_axis(np.broadcast_to(x, whole), np.broadcast_to(place, shape), axis)
+    taken = np.take_along_axis(np.broadcast_to(x, whole), np.broadcast_to(local, shape), axis)
     return np.where(np.broadcast_to(held, shape), taken, np.zeros((), x.dtype))
 
 
@@ -176,11 +176,11 @@ def _scatter(types: Types, op: Op) -> TensorType:
 
 def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
     *into, index, source, rows = arrays
-    place, held = _held(np, index, rows)
+    local, held = _held(np, index, rows)
     shape = np.broadcast_shapes(index.shape, source.shape)
-    place, held, source = (np.broadcast_to(array, shape) for array in (place, held, source))
+    local, held, source = (np.broadcast_to(array, shape) for array in (local, held, source))
     grid = np.nonzero(held)
-    where = tuple(place[grid] if i == axis else at for i, at in enumerate(grid))
+    where = tuple(local[grid] if i == axis else at for i, at in enumerate(grid))
     if into:
         result = into[0].copy()
         result[where] = source[grid]
@@ -209,15 +209,15 @@ OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), fiber="hw::s
 
 
 def _update(types: Types, op: Op) -> TensorType:
-    x, update, *places = types
+    x, update, *starts_and_rows = types
     axes = op[ORDER]
-    if len(update.dims) != len(x.dims) or len(places) != 2 * len(axes) or not set(axes) <= set(range(len(x.dims))):
+    if len(update.dims) != len(x.dims) or len(starts_and_rows) != 2 * len(axes) or not set(axes) <= set(range(len(x.dims))):
         raise Mismatch(f"cannot write {update} to {x} along dims {axes}; use equally many dims, and a start and rows for each of {axes}")
     same_dtype((x, update))
     for axis, (have, size) in enumerate(zip(x.shape, update.shape, strict=True)):
         if axis not in axes and have != size:
             raise Mismatch(f"cannot write {update} to {x}: dim {axis} has no start, and its sizes differ; give it a start")
-    for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
+    for axis, start, rows in zip(axes, starts_and_rows[::2], starts_and_rows[1::2], strict=True):
         if start.dtype != i64 or len(start.dims) > min(axes) or start.shape != x.shape[: len(start.dims)]:
             raise Mismatch(
                 f"the start {start} of dim {axis} must be an i64 without dims, or with leading dims of {x} that are not cut; use op start"
@@ -226,17 +226,17 @@ def _update(types: Types, op: Op) -> TensorType:
     return unsharded(x)
 
 
-def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) -> Any:
+def _updated(np: Any, x: Any, update: Any, *starts_and_rows: Any, axes: tuple[int, ...]) -> Any:
     """NumPy reference of dynamic_update_slice on local rows. Starts with dims give each batch a separate position."""
-    if any(np.ndim(start) for start in places[::2]):
+    if any(np.ndim(start) for start in starts_and_rows[::2]):
 
         def of(index: int) -> list[Any]:
-            return [place[index] if number % 2 == 0 and np.ndim(place) else place for number, place in enumerate(places)]
+            return [each[index] if number % 2 == 0 and np.ndim(each) else each for number, each in enumerate(starts_and_rows)]
 
         inner = tuple(axis - 1 for axis in axes)
         return np.stack([_updated(np, x[i], update[i], *of(i), axes=inner) for i in range(len(x))]) if len(x) else x.copy()
     result, into, taken = x.copy(), [slice(None)] * x.ndim, [slice(None)] * x.ndim
-    for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
+    for axis, start, rows in zip(axes, starts_and_rows[::2], starts_and_rows[1::2], strict=True):
         begin = int(start) - (int(rows[0]) if len(rows) else 0)
         first, last = max(begin, 0), max(min(begin + update.shape[axis], len(rows)), 0)
         into[axis], taken[axis] = slice(first, max(first, last)), slice(first - begin, max(first, last) - begin)
@@ -250,8 +250,10 @@ def _written(types: Types, op: Op) -> IndexMap:
     kept, own = (tuple(f"{word}{i}" if i in op[ORDER] else label for i, label in enumerate(labels)) for word in (INDEXED, OTHER))
     unwalked = frozenset(f"{word}{i}" for i in op[ORDER] for word in (INDEXED, OTHER))
     axes = op[ORDER]
-    places = [dims for i, start in zip(axes, types[2::2], strict=True) for dims in (labels[: len(start.dims)], (f"{INDEXED}{i}",))]
-    return IndexMap((kept, own, *places), kept, unwalked=unwalked)
+    of_starts_and_rows = [
+        dims for i, start in zip(axes, types[2::2], strict=True) for dims in (labels[: len(start.dims)], (f"{INDEXED}{i}",))
+    ]
+    return IndexMap((kept, own, *of_starts_and_rows), kept, unwalked=unwalked)
 
 
 OPS["dynamic_update_slice"] = OpDef(
@@ -279,7 +281,7 @@ def _order(types: Types, op: Op) -> TensorType:
     return _replaced(result, axis, Size(op[FIRST])) if op[FIRST] else result
 
 
-def _places(types: Types, op: Op) -> TensorType:
+def _positions(types: Types, op: Op) -> TensorType:
     require(types[0], INTS)
     checked_axis(op[AXIS], types[0])
     return TensorType(i64, unsharded(types[0]).dims)
@@ -295,9 +297,9 @@ def _group_order(np: Any, x: Any, axis: int, groups: int) -> Any:
     x = np.swapaxes(x, axis, -1)
     order = np.argsort(x, -1, stable=True)
     ends = np.sum(np.expand_dims(x, (x.ndim,)) <= np.arange(groups), axis=-2)
-    places = np.where(x < groups, np.argsort(order, -1, stable=True), 0)
+    positions = np.where(x < groups, np.argsort(order, -1, stable=True), 0)
     order = np.where(np.arange(x.shape[-1]) < ends[..., -1:], order, 0)
-    return np.swapaxes(np.concatenate([ends, order, places], -1).astype(np.int32), axis, -1)
+    return np.swapaxes(np.concatenate([ends, order, positions], -1).astype(np.int32), axis, -1)
 
 
 def _argsort(np: Any, x: Any, axis: int, descending: bool = False, first: int = 0) -> Any:
@@ -314,7 +316,13 @@ OPS["argsort"] = OpDef(
     1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), fiber="hw::argsort<{descending}>", in_clusters=True, whole="ordered"
 )
 OPS["inverse_order"] = OpDef(  # each row of the operand is a permutation of 0, 1, ..., n - 1
-    1, _places, _whole_rows, lambda np, x, axis: np.argsort(x, axis=axis, stable=True), (AXIS,), fiber="hw::inverse_order", whole="ordered"
+    1,
+    _positions,
+    _whole_rows,
+    lambda np, x, axis: np.argsort(x, axis=axis, stable=True),
+    (AXIS,),
+    fiber="hw::inverse_order",
+    whole="ordered",
 )
 OPS["group_order"] = OpDef(  # ends of the groups, indices sorted by group, and the position of each element in the sorted order
     1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), fiber="hw::group_order<{groups}>", whole="ordered"

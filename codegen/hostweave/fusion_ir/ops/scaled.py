@@ -13,9 +13,9 @@ TENSOR, ROW, BLOCKS = "tensor", "row", "block"
 SCALINGS = (TENSOR, ROW, BLOCKS)
 RESULTS = (bf16, f16, f32)
 # Reasons why cuBLASLt cannot compute a scaled matmul: the machine lacks support, both operands are f8e5m2, or K or N is no multiple of
-# STEP.
+# MULTIPLE.
 MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
-STEP = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of STEP
+MULTIPLE = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of MULTIPLE
 
 
 def scaling(a: SymbolicShape, b: SymbolicShape, scale_a: SymbolicShape, scale_b: SymbolicShape) -> str:

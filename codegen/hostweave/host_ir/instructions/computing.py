@@ -267,8 +267,8 @@ class Pack(Compute):
     def order(self, np: Any, sizes: Sizes) -> Any:
         """Index in src of each element of dst."""
         shape = [cut.size.bind(sizes) for cut in self.cuts]
-        places = np.arange(prod(shape)).reshape(shape)
-        return np.concatenate([places[box].ravel() for box in boxes(self.cuts, sizes)])
+        positions = np.arange(prod(shape)).reshape(shape)
+        return np.concatenate([positions[box].ravel() for box in boxes(self.cuts, sizes)])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import operand_types
 from hostweave.fusion_ir.ops.attributes import COMPOSED
-from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, SIZES, STEP, scaling
+from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, SIZES, MULTIPLE, scaling
 from hostweave.options import Options
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
@@ -40,7 +40,7 @@ def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Ma
         return MACHINE
     (inner, columns), stream = b.local_shape(mesh), op.result.stream
     parts = stream.chunks or 1 if stream and stream.dim == 1 else 1
-    return SIZES if any(_divides_not(size, STEP * by) for size, by in ((inner, 1), (columns, parts))) else ""
+    return SIZES if any(_divides_not(size, MULTIPLE * by) for size, by in ((inner, 1), (columns, parts))) else ""
 
 
 def _divides_not(size: Size, step: int) -> bool:

@@ -110,7 +110,7 @@ class _Decomposition(OpRewriter):
         self.remove(op, self.resharded(op, source, wanted))
 
     def put_in_order(self, source: str, dim: int, wanted: TensorType) -> str:
-        """Converts a dim from zigzag to plain order: gathers the shards, then moves the pieces to their places."""
+        """Converts a dim from zigzag to plain order: gathers the shards, then moves the pieces to their positions."""
         axes = layout(self.types[source])[dim]
         ranks, piece = self.pieces(source, dim, axes)
         by_rank = self.make("renumber", source, how=attributes(axis=dim, sources=order_of_pieces(int(ranks))), word="by_rank")

@@ -1,4 +1,4 @@
-"""Moves the reduction of partial sums past linear ops, to the place where the fewest bytes are reduced.
+"""Moves the reduction of partial sums past linear ops, to the point where the fewest bytes are reduced.
 
     %a_partial: f32[M, K] partial(sum, x) = matmul(%p, %v)
     %a: f32[M, K] = reshard(%a_partial)

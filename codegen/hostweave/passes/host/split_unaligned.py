@@ -39,7 +39,7 @@ def _parts(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> I
     """Splits off the remaining indices of each unaligned dim, one dim at a time."""
     matmul = found.matmul
     for dim in found.dims:
-        end = found.sizes[dim] - found.sizes[dim] % found.step
+        end = found.sizes[dim] - found.sizes[dim] % found.multiple
         rest = replace(matmul, bias=(), activation="") if dim == "k" else matmul
         for word, start, size in (("rest", end, found.sizes[dim] - end), ("aligned", 0, end)):
             one = rest if word == "rest" else matmul
@@ -54,7 +54,7 @@ def _parts(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> I
                 yield viewed
             else:
                 matmul = replace(viewed, accumulate=(viewed.dst,)) if dim == "k" else viewed
-    yield replace(matmul, rest=tuple(found.sizes[dim] % found.step if dim in found.dims else 0 for dim in "kmn"))
+    yield replace(matmul, rest=tuple(found.sizes[dim] % found.multiple if dim in found.dims else 0 for dim in "kmn"))
 
 
 def _along(matmul: ir.Matmul, dim: str, types: dict[str, BufferType]) -> dict[tuple[str, int], None]:

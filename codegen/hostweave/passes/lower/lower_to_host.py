@@ -399,23 +399,23 @@ class _Lowering:
         """Moves blocks between ranks. If each rank stores all blocks, each rank moves the blocks in its own memory."""
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
-            places = tuple(None if place == NO_SOURCE else place for place in sources)
-            permute(self.b, source, target, places, axes, steps)
+            ranks = tuple(None if rank == NO_SOURCE else rank for rank in sources)
+            permute(self.b, source, target, ranks, axes, steps)
             return
         dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Size(len(sources))
-        for number, place in enumerate(sources):
+        for number, rank in enumerate(sources):
             block = self.b.chunk(target, dim, Const(number), count, f"{target}_{number}")
-            if place == NO_SOURCE:
+            if rank == NO_SOURCE:
                 self.b.emit(ir.Fill(block, 0.0))
             else:
-                self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(place), count, f"{source}_{place}"), block))
+                self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(rank), count, f"{source}_{rank}"), block))
 
     def assemble(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
         """Copies operands of a concat or pad to their parts of the result, unless they were computed there. Fills the borders of a pad."""
         for number, source in enumerate(sources):
-            place = part(self.b, self.flow, op, number, target, steps)
-            if place != source:
-                self.b.emit(ir.Copy(source, place))
+            block = part(self.b, self.flow, op, number, target, steps)
+            if block != source:
+                self.b.emit(ir.Copy(source, block))
         if op.kind == "pad":
             for border in borders(self.b, self.flow, op, target, steps):
                 self.b.emit(ir.Fill(border, op[VALUE]))

@@ -71,12 +71,12 @@ class RepeatLowering:
                 sources[number] = b.choose(at.equals(0), given[first], before, f"{function.inputs[number].name}_{index.name}")
             for operand, result in pairs.items():
                 sources[operand], targets[result] = self.turn(op, carried[operand], index, function.inputs[operand].name)
-            places = {number: b.select(buffer, 0, at, f"{buffer}_{index.name}") for number, buffer in whole.items()}
-            targets |= places | apart
+            selected = {number: b.select(buffer, 0, at, f"{buffer}_{index.name}") for number, buffer in whole.items()}
+            targets |= selected | apart
             operands = tuple(sources.get(number, buffer) for number, buffer in enumerate(given[: len(function.inputs)]))
             b.emit(ir.Call(function.name, operands, tuple(targets[number] for number in range(results))))
             for number, buffer in apart.items():
-                b.emit(ir.Copy(buffer, places[number]))
+                b.emit(ir.Copy(buffer, selected[number]))
         for operand, result in pairs.items():
             kept, all_given = (used.get(results + number, "") for number in (operand, len(function.inputs) + result))
             self.end(op, carried[operand], used.get(result, ""), kept, all_given)

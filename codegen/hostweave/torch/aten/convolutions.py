@@ -65,31 +65,31 @@ class _Kernel:
     def outputs(self, result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, outs: SizePerDim) -> hw.Tensor:
         """Outputs [batch, out, outs...], by matmuls or, for groups of one channel, by products and sums."""
         seen, (out, channels) = self.seen(x, outs), weight.shape[:2]
-        batch, places = x.shape[0], _count(self.sizes)
+        batch, taps = x.shape[0], _count(self.sizes)
         if self.groups > 1 and channels == 1:
-            of_out = hw.reshape(weight, self.groups, int(out) // self.groups, places, 1)
+            of_out = hw.reshape(weight, self.groups, int(out) // self.groups, taps, 1)
             y = hw.sum(wide(hw.expand_dims(seen, 2), result) * wide(of_out, result), 3)
         elif self.groups > 1:
-            rows = hw.reshape(seen, batch, self.groups, int(channels) * places, _count(outs))
-            y = hw.matmul(hw.reshape(weight, self.groups, int(out) // self.groups, int(channels) * places), rows)
+            rows = hw.reshape(seen, batch, self.groups, int(channels) * taps, _count(outs))
+            y = hw.matmul(hw.reshape(weight, self.groups, int(out) // self.groups, int(channels) * taps), rows)
         else:
-            y = hw.matmul(hw.reshape(weight, out, int(channels) * places), hw.reshape(seen, batch, int(channels) * places, _count(outs)))
+            y = hw.matmul(hw.reshape(weight, out, int(channels) * taps), hw.reshape(seen, batch, int(channels) * taps, _count(outs)))
         y = hw.reshape(y, batch, out, *outs)
         made: hw.Tensor = y if bias is None else y + cast(hw.reshape(bias, -1, *(1 for _ in outs)), torch_dtype(y))
         return cast(made, result.dtype)
 
     def weights(self, result: Result, x: hw.Tensor, dy: hw.Tensor, shape: SizePerDim) -> hw.Tensor:
         """Gradient of the weight [out, channels / groups, sizes...]."""
-        outs, places = dy.shape[2:], _count(self.sizes)
+        outs, taps = dy.shape[2:], _count(self.sizes)
         seen, (out, channels), batch = self.seen(x, outs), shape[:2], x.shape[0]
         if self.groups > 1 and channels == 1:
             of_out = hw.reshape(dy, batch, self.groups, int(out) // self.groups, 1, _count(outs))
             made = hw.sum(wide(hw.expand_dims(seen, 2), result) * wide(of_out, result), (0, 4))
         elif self.groups > 1:
-            rows = hw.reshape(seen, batch, self.groups, int(channels) * places, _count(outs))
+            rows = hw.reshape(seen, batch, self.groups, int(channels) * taps, _count(outs))
             made = hw.einsum("bgop,bgqp->goq", hw.reshape(dy, batch, self.groups, int(out) // self.groups, _count(outs)), rows)
         else:
-            rows = hw.reshape(seen, batch, int(channels) * places, _count(outs))
+            rows = hw.reshape(seen, batch, int(channels) * taps, _count(outs))
             made = hw.einsum("bop,bqp->oq", hw.reshape(dy, batch, out, _count(outs)), rows)
         return cast(hw.reshape(made, *shape), result.dtype)
 

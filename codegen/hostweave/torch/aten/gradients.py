@@ -276,8 +276,8 @@ def _slice_scatter(
     before = begin // step * step
     after = size - before - count * step
     own = padded(result, own, [*(0 for _ in range(2 * (x.ndim - 1 - dim))), before, after]) if before or after else own
-    place = hw.iota(x, dim) - begin
-    seen = (place % step == 0) & (place >= 0) & (place < count * step)
+    position = hw.iota(x, dim) - begin
+    seen = (position % step == 0) & (position >= 0) & (position < count * step)
     return hw.where(hw.expand_dims(seen, tuple(range(1, x.ndim - dim))) if dim < x.ndim - 1 else seen, own, x)
 
 

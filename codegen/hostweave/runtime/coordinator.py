@@ -1,4 +1,4 @@
-"""Exchanges of records between ranks: each rank contributes a record, and gets the records of all ranks.
+"""Coordination of ranks: in a gather, each rank contributes a record, and gets the records of all ranks.
 
 Most records are signatures of calls. The ranks compare signatures to check that all are about to make the same call.
 """
@@ -30,15 +30,15 @@ class Failed(Exception):
     """Another rank has failed. The message begins with that rank."""
 
 
-class Exchange:
-    """One rank's access to the exchanges of its group. This base class is for ranks that cannot exchange messages; it assumes that all
-    records are equal."""
+class Coordinator:
+    """One rank's access to the gathers and the state of its group. This base class is for ranks that cannot exchange messages; it assumes
+    that all records are equal."""
 
     blocks_on_failure = False  # True if `failure` returns at once when a rank reports a failure
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
-        self.number = 0  # exchanges that this rank has joined
+        self.number = 0  # gathers that this rank has joined
 
     def gather(self, record: str, timeout: float) -> list[str]:
         """Returns the records of all ranks. Raises PeerLost after `timeout` seconds, and Failed if another rank has failed or left."""
@@ -60,10 +60,10 @@ class Exchange:
         return None
 
     def announce(self, text: str) -> None:
-        """Tells the watchdogs of the other ranks that this rank is about to join the next exchange."""
+        """Tells the watchdogs of the other ranks that this rank is about to join the next gather."""
 
     def announced(self) -> tuple[int, str] | None:
-        """Number of the exchange that was announced last, and the text of the announcement, or None."""
+        """Number of the gather that was announced last, and the text of the announcement, or None."""
         return None
 
     def publish_position(self, text: str) -> None:
@@ -74,8 +74,8 @@ class Exchange:
         return [None] * self._count
 
 
-class StoreExchange(Exchange):
-    """Exchanges through a store. Keys are reused, so that the store does not grow."""
+class StoreCoordinator(Coordinator):
+    """Coordination through a store. Keys are reused, so that the store does not grow."""
 
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
         super().__init__(rank, count)
@@ -180,9 +180,9 @@ class ThreadTable:
     def __init__(self, threads: Sequence[threading.Thread | None]):
         self.threads = tuple(threads)  # by rank
         self.changed = threading.Condition()
-        self.number = 0  # number of finished exchanges
-        self.records: dict[int, str] = {}  # rank -> record in the current exchange
-        self.result: list[str] = []  # records of the last exchange, by rank
+        self.number = 0  # number of finished gathers
+        self.records: dict[int, str] = {}  # rank -> record in the current gather
+        self.result: list[str] = []  # records of the last gather, by rank
         self.left: dict[int, int] = {}  # rank that has left -> number of its calls
         self.timed_out_ranks: list[int] = []  # ranks that were absent when a rank timed out; all waiting ranks then time out too
         self.failure: str | None = None
@@ -195,8 +195,8 @@ class ThreadTable:
             self.changed.notify_all()
 
 
-class ThreadExchange(Exchange):
-    """Exchanges among the threads of one process. Also detects threads that have ended."""
+class ThreadCoordinator(Coordinator):
+    """Coordination of the threads of one process. Also detects threads that have ended."""
 
     blocks_on_failure = True
 
@@ -280,7 +280,7 @@ class ThreadExchange(Exchange):
 # --- signatures of calls ----------------------------------------------------------------------------------------------
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Byte range of an argument in the address space of the rank's process."""
 
     begin: int
@@ -298,7 +298,7 @@ class CallSignature:
     mesh: str
     digest: str  # hash of all that determines the program
     shapes: tuple[Shape, ...] = ()  # for a call: shapes of the rank's inputs
-    spans: tuple[Span, ...] = ()  # memory of the rank's arguments, if ranks are threads
+    spans: tuple[ByteRange, ...] = ()  # memory of the rank's arguments, if ranks are threads
     error: str = ""
     bound: str = ""  # for a call: digest of the bound inputs; for other steps: the rank's record
     windows: tuple[tuple[int, int], ...] = ()  # positions in window memory of the arguments that are in windows
@@ -314,7 +314,7 @@ class CallSignature:
             **{
                 **fields,
                 "shapes": tuple(map(tuple, fields["shapes"])),
-                "spans": tuple(Span(*span) for span in fields["spans"]),
+                "spans": tuple(ByteRange(*span) for span in fields["spans"]),
                 "windows": tuple(map(tuple, fields["windows"])),
             }
         )

@@ -84,7 +84,7 @@ void copy_bytes(void* to, const void* from, std::size_t bytes) {
                        [=](std::size_t begin, std::size_t end) { std::memcpy(at(to, begin), at(from, begin), end - begin); });
 }
 
-void Match::exchange() {
+void Match::transfer() {
   if (bytes() == 0) return;
   const int ranks = static_cast<int>(seats.size());
   Outputs outputs;  // outputs of one reduction
