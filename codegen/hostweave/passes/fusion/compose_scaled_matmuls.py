@@ -14,7 +14,7 @@ from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import operand_types
 from hostweave.fusion_ir.ops.attributes import COMPOSED
-from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, SIZES, MULTIPLE, scaling
+from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, MULTIPLE, SIZES, scaling
 from hostweave.options import Options
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
