@@ -83,9 +83,9 @@ ncclUniqueId World::agree(int color, int rank_in_group, const ncclUniqueId& own)
   Offer& offer = offers[rank_.index()] = {color, rank_in_group, own};
   DeviceMemory memory;
   auto* const data = static_cast<char*>(memory.reserve(offers.size() * sizeof(Offer)));
-  char* const own = data + rank_.index() * sizeof(Offer);
-  HW_CHECK(cudaMemcpy(own, &offer, sizeof(Offer), cudaMemcpyHostToDevice));
-  HW_CHECK(ncclAllGather(own, data, sizeof(Offer), ncclUint8, comms_.front().get(), nullptr));
+  char* const own_slot = data + rank_.index() * sizeof(Offer);
+  HW_CHECK(cudaMemcpy(own_slot, &offer, sizeof(Offer), cudaMemcpyHostToDevice));
+  HW_CHECK(ncclAllGather(own_slot, data, sizeof(Offer), ncclUint8, comms_.front().get(), nullptr));
   HW_CHECK(cudaMemcpy(offers.data(), data, offers.size() * sizeof(Offer), cudaMemcpyDeviceToHost));
   for (const Offer& each : offers) {
     if (each.color == color && each.rank_in_group == 0) return each.id;
