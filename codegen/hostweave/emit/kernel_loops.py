@@ -222,7 +222,7 @@ class LoopPrinter:
         return [term for term in terms if term[1] != ir.ZERO]
 
     def terms(self, access: str, vector_index: str = "") -> list[tuple[str, Size]]:
-        """Terms (index, stride) of the offset of an element. The offset of a vector is that of its first element, or of element `vector_index`."""
+        """Terms (index, stride) of the offset of an element. A vector has the offset of its first element, or of element `vector_index`."""
 
         def index(name: str, stride: Size, dim: LoopDim, start: Size) -> str:
             text = f"{name} + {vector_index}" if vector_index and dim == self.ir.along else name

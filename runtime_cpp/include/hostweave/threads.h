@@ -10,7 +10,7 @@ constexpr int kTransposed = 64;   // columns of a tile that a block transposes
 template <int kBytes>             // rows of such a tile; its columns then have at least 128 bytes
 constexpr int kTileRows = kBytes == 1 ? 2 * kTransposed : kTransposed;
 constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose; while one block waits, other blocks load and store
-constexpr int kFiberParts = 32;   // threads that share a fiber; each element belongs to one thread
+constexpr int kFiberParts = 32;  // threads that share a fiber; each element belongs to one thread
 constexpr int kTile = 32;        // columns per tile of a column reduction
 constexpr int kSorted = 2048;    // elements that a block sorts in shared memory
 
