@@ -46,7 +46,7 @@ def seeded(
 ) -> AbstractContextManager[None]:
     """Runs programs of the CPU target one operation at a time, in an order that `seed` determines.
 
-    `picker` is the strategy that chooses the next operation. `uniform` chooses at random. `pct` uses random priorities that change at a few
+    `picker` is the strategy that chooses the next operation. `uniform` chooses at random. `pct` uses random priorities that may change at
     random times (probabilistic concurrency testing, Burckhardt et al., 2010). `hosts` prefers host threads to streams. With `mixed`, the
     seed selects the strategy, usually pct.
 

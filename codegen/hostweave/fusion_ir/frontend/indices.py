@@ -293,7 +293,7 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
-_MOST_CHOSEN = 2048  # up to this k, a GPU selects k elements instead of sorting all; equals kSorted of sort.h
+_MOST_CHOSEN = 2048  # up to this k, a GPU selects k elements instead of sorting all; equals kSorted of threads.h
 
 
 @checked

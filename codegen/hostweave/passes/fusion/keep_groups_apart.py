@@ -6,7 +6,7 @@
 
 becomes
 
-    %h: f32[2, T, F] = grouped_matmul(%x, %w_apart, %starts_apart, %ends_apart)     # w_apart: [2, E/2, K, F]
+    %h: f32[2, T, F] = grouped_matmul(%x, %w_apart, %starts_apart, %ends_apart)     # w_apart: [2@ep, E/2, K, F]
     %a: f32[2, T, F] = silu(%h)
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))

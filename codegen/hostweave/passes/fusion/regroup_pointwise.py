@@ -1,8 +1,8 @@
 """Computes pointwise ops in the shape before or after a reshape. The ops then fuse with kernels of that shape. If a matmul computes %x:
 
     %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
-    %h_3d: bf16[S, B, N] = reshape(%h)                  %g: bf16[S*B, N] = tanh(%h)
-    %g: bf16[S, B, N] = tanh(%h_3d)           becomes   %y: bf16[S*B, E] = matmul(%g, %w)
+    %h_3d: bf16[S, B, N] = reshape(%h)                  %g_regrouped: bf16[S*B, N] = tanh(%h)
+    %g: bf16[S, B, N] = tanh(%h_3d)           becomes   %y: bf16[S*B, E] = matmul(%g_regrouped, %w)
     %g_2d: bf16[S*B, N] = reshape(%g)
     %y: bf16[S*B, E] = matmul(%g_2d, %w)
 

@@ -1,6 +1,6 @@
 """Moves a take of few elements before the pointwise op that computes its operand. The pointwise op then computes only these elements.
 
-    %logp: f32[M, N] = subtract(%x, %lse)                    # lse: f32[M, 1]
+    %logp: f32[M, 1024] = subtract(%x, %lse)                 # lse: f32[M, 1]
     %y: f32[M, 1] = take(%logp, %index, %rows, axis=1)
 
 becomes

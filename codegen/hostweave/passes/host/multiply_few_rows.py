@@ -3,12 +3,12 @@
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
     launch @silu_multiply_h %g, %u -> %h      } else {
-                                                fork beside
+                                                fork beside first 1
                                                 stream beside[0] {
                                     becomes       matmul %x, %wu -> %u
                                                 }
                                                 matmul %x, %wg -> %g
-                                                join beside
+                                                join beside first 1
                                                 launch @silu_multiply_h %g, %u -> %h
                                               }
 

@@ -2,7 +2,7 @@
 separate kernel does the collective.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
-    launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x
+    launch @add_y %h, %x -> %y                        launch_all_reduce @add_y_of_terms %h_partial, %x -> %y on x
                                         becomes     } else {
                                                       all_reduce sum %h_partial -> %h on x
                                                       launch @add_y %h, %x -> %y

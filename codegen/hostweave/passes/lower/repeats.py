@@ -2,7 +2,7 @@
 
     %y: bf16[M, K] = repeat @layer(%x, %w, depth=depth, each=(1,), carried=(0,), returned=(0,))
 
-becomes, if `depth` is odd,
+becomes, if `depth` is odd and %x is a temporary,
 
     %y_other = allocate bf16[M, K]
     copy %x -> %y_other
@@ -13,7 +13,8 @@ becomes, if `depth` is odd,
       call @layer %y_before, %w_i -> %y_i
     }
 
-The carried value alternates between two buffers, and the last call writes %y. For an even `depth`, the two buffers are swapped.
+The carried value alternates between two buffers, and the last call writes %y. For an even `depth`, the two buffers are swapped. If %x is
+not a temporary, the first call reads %x without a copy.
 """
 
 from dataclasses import dataclass

@@ -5,10 +5,10 @@
 becomes
 
     %w_transposed = permute %w by [1, 0]
-    %w_by_columns = allocate f8e4m3[N, K]
-    copy %w_transposed -> %w_by_columns
-    %w_columns = permute %w_by_columns by [1, 0]
-    matmul %a, %w_columns scales %s, %t -> %y
+    %w_transposed_by_rows = allocate f8e4m3[N, K]
+    copy %w_transposed -> %w_transposed_by_rows
+    %w_transposed_by_rows_transposed = permute %w_transposed_by_rows by [1, 0]
+    matmul %a, %w_transposed_by_rows_transposed scales %s, %t -> %y
 """
 
 from collections.abc import Callable, Sequence
