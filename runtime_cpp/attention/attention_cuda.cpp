@@ -225,7 +225,7 @@ AttentionProblem of_sequences(AttentionProblem p) {
   if (p.gradients) operands.insert(operands.end(), {&p.gradients->o, &p.gradients->q, &p.gradients->k, &p.gradients->v});
   for (Heads* x : operands) {
     if ((x->batch - 1) * x->batch_stride + x->rows * x->row_stride > INT32_MAX) {
-      throw ExecutionError("attention: an operand of packed sequences spans more than 2^31 elements: shard its heads");
+      throw ExecutionError("attention: an operand of packed sequences spans 2^31 elements or more: shard its heads");
     }
     x->batch *= p.sequences;
   }

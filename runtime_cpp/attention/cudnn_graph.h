@@ -1,4 +1,4 @@
-// Op graphs for the backend API of cuDNN. For each graph with a known pattern, cuDNN runs one fused kernel.
+// Op graphs for the backend API of cuDNN. cuDNN runs fused kernels for graphs with a known pattern.
 #pragma once
 #include <cudnn.h>
 
@@ -75,13 +75,13 @@ class Graph {
   Value tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& offsets = {}) {
     return make(number, type, dims, strides, false, false, offsets);
   }
-  // A tensor in memory that the attention plan allocates. Elements have four bytes.
+  // A tensor in memory that the attention plan allocates: four bytes per element, also for smaller types.
   Value own(cudnnDataType_t type, const Dims& dims) { return own(type, dims, row_major(dims), dims[0] * row_major(dims)[0]); }
   Value own(cudnnDataType_t type, const Dims& dims, const Dims& strides, int64_t elements, const Value& offsets = {}) {
     owned_.emplace(next_, elements * 4);
     return make(next_++, type, dims, strides, false, false, offsets);
   }
-  // A virtual tensor between two ops. A virtual tensor is never in memory.
+  // A virtual tensor: an intermediate result without an address.
   Value between(cudnnDataType_t type, const Dims& dims) { return between(type, dims, row_major(dims)); }
   Value between(cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& offsets = {}) {
     return make(next_++, type, dims, strides, true, false, offsets);

@@ -1,5 +1,5 @@
-// NCCL's collectives, sends and recvs. A call, or a group of calls, becomes one op. The calls of several ranks meet in a Match
-// (communicator.h).
+// NCCL's collectives, sends and recvs. A call outside of groups becomes one op. The calls of a group become one op per
+// communicator. The calls of several ranks meet in a Match (communicator.h).
 #include <algorithm>
 #include <cstring>
 #include <memory>

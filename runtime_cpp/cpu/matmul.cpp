@@ -1,4 +1,4 @@
-// cuBLASLt: descriptors, and the matmul as an op. A call of cublasLtMatmul reads descriptors and host scalars at once.
+// cuBLASLt: descriptors, and the matmul as an op. A call of cublasLtMatmul reads descriptors and host scalars before it returns.
 #include <algorithm>
 #include <array>
 #include <atomic>

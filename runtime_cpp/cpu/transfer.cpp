@@ -1,4 +1,4 @@
-// Moves and reduces the data of a collective after all ranks have arrived.
+// Moves and reduces the data of a Match, when all its ranks have arrived.
 #include <algorithm>
 #include <array>
 #include <cstring>

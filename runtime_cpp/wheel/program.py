@@ -212,8 +212,8 @@ class Program:
 def run(*arrays: Any) -> Any:
     """Returns the global outputs for global arrays, in the order of INPUTS.
 
-    All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. Raises ValueError if an array has the wrong
-    dtype or shape, and RuntimeError for other failures, such as too few GPUs.
+    All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. Raises ValueError if an array
+    does not fit its parameter, and RuntimeError for other failures, such as too few GPUs.
     """
     if len(arrays) != len(INPUTS):
         raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(INPUTS)}: {', '.join(each.name for each in INPUTS)}")

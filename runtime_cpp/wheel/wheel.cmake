@@ -1,4 +1,4 @@
-# A wheel of an exported program: one library that exports only the C API, in the folder of the Python module.
+# A wheel of an exported program: one library that exports the C API, in the folder of the Python module.
 find_package(Python REQUIRED COMPONENTS Interpreter)
 if(HOSTWEAVE_TARGET STREQUAL "cpu" AND NOT HOSTWEAVE_OPENBLAS_ROOT)
   execute_process(COMMAND "${Python_EXECUTABLE}" -c "import scipy_openblas32 as o, pathlib; print(pathlib.Path(o.__file__).parent)"

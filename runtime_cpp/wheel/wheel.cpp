@@ -1,4 +1,4 @@
-// The part of the library in a wheel that is not in the C API of programs.
+// Function for the Python module of a wheel. The C API of programs lacks this function.
 #include <cuda_runtime_api.h>
 
 #include "hostweave/c_api.h"

@@ -58,7 +58,7 @@ struct Match : Asked {
   const char* name = "";  // name of the call
   const ProcessGroup* process_group = nullptr;
   std::vector<Seat> seats;        // by rank; for send_recv: 0 sends, 1 receives
-  std::vector<int> seat_ranks;    // device of each seat, for reports
+  std::vector<int> seat_ranks;    // device of each seat
   std::vector<std::byte> buffer;  // data of a buffered send
   bool buffered = false;
   State state = State::open;
@@ -90,7 +90,8 @@ struct ProcessGroup {
 
   int size() const { return static_cast<int>(devices.size()); }
 
-  // True if all ranks have issued the same operations. Then the process group remains usable after a failure elsewhere.
+  // True if all ranks have issued the same operations or, for processes, if the operations of this rank are done. Then the
+  // process group remains usable after a failure elsewhere.
   bool in_step() const {
     if (shared) return shared->pending == 0;
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
@@ -116,7 +117,6 @@ struct ProcessGroup {
   std::vector<std::uint64_t> issued;                                          // number of collectives by rank
 };
 
-// Functions for the creation of communicators, and for groups of calls.
 // Returns an error if the communicator is invalid, or stopped by a failure.
 ncclResult_t check_usable(const std::string& call, ncclComm_t comm);
 void wait_for_ops(Lock& lock, ncclComm_t comm);  // Waits for the ops that this rank has issued.

@@ -76,7 +76,7 @@ class SharedGroup {
   void give_signal(int to, int number);
   bool await_signals(int from, int number, std::uint64_t count);
 
-  // Number of unfinished ops. If the number is 0, all ranks have issued the same operations.
+  // Number of unfinished ops of this rank.
   std::atomic<int> pending = 0;
 
  private:
@@ -89,8 +89,8 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
-  // Copies pieces by copy(ring position, data, bytes) until `count` equals `end`. Adds the copied bytes to `count`. Returns true
-  // if any bytes were copied.
+  // Copies pieces by copy(ring position, data, bytes) until `count` equals `end` or no piece is left. Adds the copied
+  // bytes to `count`. Returns true if any bytes were copied.
   template <class Copy>
   bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);
   void wake(int rank);

@@ -38,8 +38,8 @@ typedef struct hw_cpu_config {
   double timeout_seconds = 120;  // a deadlock is reported after this time without progress, if a host thread waits
 } hw_cpu_config;
 
-// Resets the device to this configuration: clears failures, schedules, counters and histories. Streams, events, communicators and
-// memory stay valid. Fails while a rank thread is attached or work is queued.
+// Resets the device to this configuration: clears failures, schedules, histories, and the counts of ops and steps. Streams,
+// events, communicators and memory stay valid. Fails if a value is invalid, or while a rank thread is attached or work is queued.
 int hw_cpu_configure(const hw_cpu_config* config);
 
 // A rank thread attaches to device `rank` before its first call, and detaches after its last. In seeded mode, hw_cpu_attach

@@ -99,7 +99,7 @@ void DeviceLease::free(std::function<void()> release) {
   devices.releases.push(std::move(release));
   try {
     if (!std::exchange(devices.has_reaper, true)) std::thread(deferred_free).detach();
-  } catch (const std::system_error&) {  // There is too little memory for a thread. The next `free` tries again.
+  } catch (const std::system_error&) {  // The thread could not start. The next `free` tries again.
     devices.has_reaper = false;
   }
   devices.free.notify_all();

@@ -165,7 +165,7 @@ std::string Member::out_of_reach(const ProgramTable& program) {
 void Member::abort(const std::string& reason) {
   aborted_ = true;
   stop(reason);
-  std::unique_lock use(in_use_, kGrace);  // After a timeout, the call is inside NCCL, and target::abort ends the call.
+  std::unique_lock use(in_use_, kGrace);  // After a timeout, target::abort ends the call, which may wait in NCCL.
   std::vector<ncclComm_t> comms;
   std::vector<std::future<void>> done;
   {

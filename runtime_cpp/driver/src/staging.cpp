@@ -17,7 +17,7 @@ namespace {
 // Empty arrays also get memory, because every array needs an address.
 size_t at_least_one(size_t bytes) { return std::max<size_t>(bytes, 1); }
 
-// Enables direct copies from GPU `peer` if the machine supports them. Other copies pass through host memory.
+// Enables direct copies from GPU `peer` if the machine supports them. Otherwise, copies pass through host memory.
 void see(int device, int peer) {
   int can = 0;
   HW_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));

@@ -28,8 +28,7 @@ class Attached {
 // Barrier of all ranks on the CPU device. Without this barrier, a rank could leave before another rank arrives. Then the device
 // would miss a deadlock.
 void meet(int ranks);
-// Waits for the stream. Returns false if the stream is not done yet. The caller then checks if the ranks are stopped, and calls
-// again.
+// Waits for the stream, or returns false if it is not done yet. The caller then checks if the ranks are stopped, and calls again.
 bool synchronize(cudaStream_t stream);
 // Report of the failure that stopped all ranks, or "".
 std::string report();

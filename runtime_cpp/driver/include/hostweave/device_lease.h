@@ -39,8 +39,8 @@ class DeviceLease {
   // Reason why the party was stopped, or "".
   static std::string stopped(const std::string& party);
 
-  // Calls `release`, which frees device resources, while no party holds a lease. This is now if possible, otherwise later on
-  // another thread. On CUDA, always calls `release` now. Does not wait for leases, because other ranks may wait for the calling
+  // Calls `release`, which frees device resources, while no party holds a lease: now if possible, otherwise later on another
+  // thread. On CUDA, always calls `release` now. Does not wait for leases, because other ranks may wait for the calling
   // rank. Releases run in FIFO order.
   static void free(std::function<void()> release);
 

@@ -65,7 +65,7 @@ class Progress {
   Clock::time_point stands_since_ = Clock::time_point::max();  // time of the first look() at which a graph launch stood still
 };
 
-// A call as a CUDA graph. The member must outlive this object. An abort of the member destroys the CUDA graph.
+// A call as a CUDA graph. The member must outlive this object. An abort may destroy the CUDA graph earlier.
 class Graph {
  public:
   // Takes ownership of a captured graph, and uploads the graph. Otherwise the first launch would upload the graph, perhaps behind
