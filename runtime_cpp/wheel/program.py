@@ -149,7 +149,7 @@ class Program:
         _call(f"{NAME}_create", world._handle, ctypes.byref(self._handle))
 
     def prepare(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Allocates memory and makes plans for arrays of these shapes, on all ranks. A call with other shapes than the last also does this.
+        """Allocates memory and makes plans for arrays of these shapes, on all ranks. A call whose shapes differ from the last ones also prepares.
 
         `global_shapes` gives, by name, the global shapes of inputs whose dims are not divided evenly among the ranks. Raises ValueError if
         an array has the wrong dtype, shape or device, and RuntimeError for other failures.
