@@ -228,8 +228,8 @@ class Group(FallibleGroup):
 
         All ranks must call `empty` together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the
         transports peer and one_sided, ranks read and write arrays in windows in place, and copy other arrays. If an argument is in a
-        window, all ranks must pass arrays from the same call of `empty`, or parts of these arrays at equal offsets. The program is compiled
-        again for each new set of arguments in windows.
+        window, all ranks must pass arrays from the same call of `empty`. Parts of these arrays must be at equal offsets. The program is
+        compiled again for each new set of arguments in windows.
 
         On the CPU target, the result is a NumPy array; bf16 and f8 have dtypes of `ml_dtypes`, which DLPack does not support. On CUDA, the
         result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB. After `close`,

@@ -1,8 +1,8 @@
 """Watchdog of a group: detects failures while the rank waits in native code or only enqueues.
 
-A failure is a call that exceeds its timeout, a store that does not answer, or another rank that reports a failure, leaves, or makes a
-different call. The watchdog then reports the position of every rank, and aborts the channels, which ends all waits. A separate listener
-thread reads the reports of other ranks, because a store that does not answer would block the watchdog.
+A failure is a call that exceeds its timeout, or a store that does not answer. Another rank that reports a failure, leaves, or makes a
+different call is a failure too. The watchdog then reports the position of every rank, and aborts the channels, which ends all waits. A
+separate listener thread reads the reports of other ranks, because a store that does not answer would block the watchdog.
 """
 
 import threading

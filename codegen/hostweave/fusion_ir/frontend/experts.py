@@ -162,7 +162,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. With a small capacity, a rank drops choices of
     the highest-numbered experts first and, among these, choices of the last tokens first. The host never reads the counts.
 
-    Raises ProgramError for other shapes or dtypes of `experts`, if the mesh has no such axis, or if R does not divide the number of
+    Raises ProgramError for other shapes or dtypes of `experts`, for axes that the mesh lacks, or if R does not divide the number of
     experts. With a capacity, R must also divide the number of tokens, if this is an int.
 
     Example, with `ids: i64[T@ep, 8]`, `x: bf16[T@ep, H]`, `w: bf16[64@ep, H, H]` reshaped to [R, 64/R, H, H], and `weights: f32[T@ep, 8]`:

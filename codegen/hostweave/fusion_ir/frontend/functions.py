@@ -337,7 +337,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Raises ProgramError if x does not broadcast to the dims.
 
-    Example: `b: f32[N]` becomes `f32[M, N]` by `hw.broadcast_to(b, "M", "N")`.
+    Example: with an input of `f32[M, N]`, `b: f32[N]` becomes `f32[M, N]` by `hw.broadcast_to(b, "M", "N")`.
     """
     shape = tuple(Dim(_size_of(dim, "broadcast_to")) for dim in _listed(dims))
     return record("broadcast_to", x, target=TensorType(x.dtype, shape))
@@ -366,8 +366,7 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
     The dim is divided into as many equal blocks as there are sources.
 
-    Raises ProgramError if a source is not the index of a block, if two sources are the same block, or if the number of blocks does not
-    divide the dim.
+    Raises ProgramError if `sources` are not different indices of blocks or None, or if their number does not divide the dim.
 
     Example: on 4 ranks, `hw.collective_permute(x, "M", [3, 0, 1, 2])` sends each shard to the next rank of a ring.
     """

@@ -2,7 +2,8 @@
 
     launch @dynamic_update_slice_x %x, %row, %start -> %y
 
-writes some elements of %y, so %y must already contain the other elements of %x. If %y does not share the memory of %x, this becomes
+This launch writes some elements of %y, so %y must already contain the other elements of %x. If %y does not share the memory of %x, the
+launch becomes
 
     copy %x -> %y
     launch @dynamic_update_slice_x %y, %row, %start -> %y

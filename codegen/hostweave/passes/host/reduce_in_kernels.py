@@ -116,8 +116,8 @@ class _Reducing:
         return are_small and self.uses.root(i.src) not in map(self.uses.root, consumer.srcs)
 
     def sending(self, place: Place, i: ir.FromTo, end: Place) -> Place | None:
-        """The launch that stores the operand of a reduce_scatter, if this launch may store each block in the memory of the rank that
-        receives the block.
+        """The launch that stores the operand of a reduce_scatter. None if this launch may not store each block in the memory of the rank
+        that receives the block.
 
         The launch directly precedes the reduce_scatter. No other instruction accesses the operand. Each block must consist of whole rows,
         because a kernel may store a vector along the innermost dim.

@@ -1,15 +1,15 @@
-"""Finds ops that can write directly into the memory of another value.
+"""Finds ops that can write directly into the memory of another value. In
 
     %h: f32[M, 2] = matmul(%x, %w)
     %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
 
-computes %h in its part of %y, and
+the matmul computes %h in its part of %y. In
 
     %h: f32[M, N] = matmul(%x, %w)
     %t: f32[N, M] = permute_dims(%h, axes=(1, 0))
     return %t
 
-computes %h through a view of the memory of %t, without a copy.
+the matmul computes %h through a view of the memory of %t, without a copy.
 """
 
 from dataclasses import dataclass
