@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not gpus(), reason="needs a GPU, and there is none"),
 ]
 RANKS = 2
-SIGNAL = "HW_CHECK(channel_x_.signal((rank_x - i + 2) % 2, 0, stream));\n"
+SIGNAL = "HW_CHECK(channel_x_.signal((rank_x - i + 2) % 2, 0, stream));"
 FAULT = 'if (!(rank_.index() == 1 && i == 1 && std::getenv("HOSTWEAVE_TEST_FAULT")))\n'
 AT = r"\(test_hangs_on_gpus\.py:\d+, program\.cpp:\d+\)"
 
@@ -30,15 +30,20 @@ def gathered_by_puts(x, w):
     return hw.matmul(x, w).stream("M", chunks=RANKS, algorithm="put")
 
 
+def without_a_signal(source: str) -> str:
+    """C++ in which rank 1 omits the signal after its put, if an environment variable is set."""
+    head, found, tail = source.partition(SIGNAL)
+    assert source.count(SIGNAL) == 1, source
+    return f"#include <cstdlib>\n{head}{FAULT}{found}{tail}"
+
+
 def with_fault(folder: Path) -> hw.Program:
-    """Edits the C++ of the program. If an environment variable is set, rank 1 omits a signal."""
+    """Builds the program with the C++ of `without_a_signal`."""
     os.environ["HOSTWEAVE_EDIT"] = str(folder)
     options = hw.Options(transport="peer")
     _ = hw.compile(gathered_by_puts, target="cuda", options=options).folder
     file = folder / "gathered_by_puts" / "program.cpp"
-    head, found, tail = file.read_text().partition(SIGNAL)
-    assert found, file.read_text()
-    file.write_text(f"#include <cstdlib>\n{head}{FAULT}{found}{tail}")
+    file.write_text(without_a_signal(file.read_text()))
     program = hw.compile(gathered_by_puts, target="cuda", options=options)
     program.build()
     del os.environ["HOSTWEAVE_EDIT"]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from forked import Forked
 from four_ranks import AG_MATMUL, RANKS, W, X, ag_matmul, mesh, on_ranks, x_of
+from gpu.test_hangs_on_gpus import FAULT, gathered_by_puts, without_a_signal
 from test_providers import free_port
 
 import hostweave as hw
@@ -29,7 +30,7 @@ from hostweave.runtime.standstill import RankPosition, describe, from_json, to_j
 FILE = Path(__file__).with_name("four_ranks.py").name
 LINE = 1 + Path(__file__).with_name("four_ranks.py").read_text().splitlines().index('    return hw.matmul(x, w).stream("M", chunks=RANKS)')
 AT = rf"\({FILE}:{LINE}, program\.cpp:\d+\)"
-SIGNAL = "HW_CHECK(channel_x_.signal((rank_x - i + 4) % 4, 0, stream));\n"
+SIGNAL = "HW_CHECK(channel_x_.signal((rank_x - i + 4) % 4, 0, stream));"
 RECV = "HW_CHECK(ncclRecv("
 ALWAYS = "rank_.index() == 2 && i == 2"
 IS_FAULTY = f"{ALWAYS} && w[0] == 99"
@@ -200,6 +201,14 @@ def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
         program.run(X, W)
     waits = rf"rank 0 stream \d+: [^\n]*signal[^\n]* {AT} waits for a signal of rank 2, with \d+ operations? behind it; done up to .* {AT}"
     assert re.search(waits, str(caught.value)), caught.value
+
+
+def test_the_fault_on_gpus_is_before_the_signal_after_the_put() -> None:
+    source = hw.compile(gathered_by_puts, target="cuda", options=hw.Options(transport="peer")).source
+    for text in (source, re.sub(" +//.*", "", source)):  # with and without comments
+        before, _, after = without_a_signal(text).partition(FAULT)
+        assert "cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - i + 2) % 2, " in before.split(";")[-2]
+        assert after.startswith("HW_CHECK(channel_x_.signal((rank_x - i + 2) % 2, ")
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:

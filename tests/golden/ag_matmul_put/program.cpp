@@ -67,8 +67,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       auto* x_gathered_own = x_gathered_ + rank_x * (M / 4 * K);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - i + 4) % 4, x_gathered_own), x, M / 4 * K * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
-      HW_CHECK(channel_x_.signal((rank_x - i + 4) % 4, 0, stream));
-      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer has written x_gathered_
+      HW_CHECK(channel_x_.signal((rank_x - i + 4) % 4, 0, stream));  // has written the peer's x_gathered_
+      HW_CHECK(channel_x_.wait_signal(p, 0, stream));                // until the peer has written x_gathered_
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = ring_[i];

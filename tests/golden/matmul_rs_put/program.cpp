@@ -83,7 +83,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       auto* y_landing_by_sender = y_landing_ + i * (M / 4 * N);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, q, y_landing_by_sender), matmul_w_i, M / 4 * N * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
-      HW_CHECK(channel_x_.signal(q, 0, stream));
+      HW_CHECK(channel_x_.signal(q, 0, stream));  // has written the peer's y_landing_
     }
   }
   {

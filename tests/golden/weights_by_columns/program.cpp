@@ -71,7 +71,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_dp_, (rank_dp + 1 + i) % 4, all_up_block), up, K / 4 * N * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
-      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
+      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));  // has written the peer's all_up_
     }
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // until the peer has written all_up_
@@ -88,7 +88,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_dp_, (rank_dp + 1 + i) % 4, all_down_block), down,
                                K / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
+      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));  // has written the peer's all_down_
     }
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));  // until the peer has written all_down_
