@@ -176,7 +176,7 @@ def test_the_loop_is_chosen_if_it_is_faster() -> None:
     assert choice.chosen.name == "put(2)"
     assert [one.name for one in choice.alternatives[1:]] == ["p2p(2)", "none"]
     text = program.explain()
-    assert "%k_gathered = all_gather of %y_packed: 2 chunks by put, peer, predicted" in text
+    assert "%k_gathered = all_gather of %y_kv: 2 chunks by put, peer, predicted" in text
     assert "; the keys of 2 ranks are used as they arrive, and the results are combined by log-sum-exps" in text
     fusion = context_parallel(2)
     for rows in (6, 7):

@@ -27,15 +27,15 @@ class BlockWriter(OpRewriter):
         the results, `lse` the log-sum-exps of the blocks. `lses` is `lse`, replicated along dim 0."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
-            shift = self.make("maximum", largest, LEAST_SCORE)
-            powers = self.make("exp", self.make("subtract", lses, shift))
-            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # not 0 for a row without keys
+            shift = self.make("maximum", largest, LEAST_SCORE, word="shift")
+            sums = self.make("sum", self.make("exp", self.make("subtract", lses, shift)), how=KEPT, word="sums")
+            self.sums[lses] = largest, shift, self.make("maximum", sums, 1.0)  # not 0 for a row without keys
         largest, shift, sums = self.sums[lses]
         if self.op.kind == "attention_lse":
             total = self.make("add", self.make("log", sums), largest)
             self.emit(Op("select", (total,), self.op.result, attributes(axis=0, index=0), self.op.location))
             return
-        weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
+        weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift), word="weights"), sums)
         weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
         weighted = self.make("multiply", self.make("astype", blocks), weights)
         # the result of a block without valid keys may be NaN (see `join_blocks_of_keys`)

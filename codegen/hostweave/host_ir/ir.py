@@ -105,13 +105,14 @@ class Kernel:
     def descriptive_name(self) -> str:
         """Name that is made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
-        The name omits iota, and the op of a returned value whose name begins with the op, such as `multiply_y`. If the names of the results
-        are long, the name has only the last of them. A kernel that updates its operand in place is named after the op and the operand.
+        The name omits iota, reshape, and the op of a returned value whose name begins with the op, such as `multiply_y`. If the names of
+        the results are long, the name has only the last of them. A kernel that updates its operand in place is named after the op and
+        the operand.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
         results = [result.name for result in self.results]
-        working = [op for op in self.ops if op.kind != "iota"]
+        working = [op for op in self.ops if op.kind not in ("iota", "reshape")]
         words = [op.kind for op in working if op.result.name not in results or not op.result.name.startswith(f"{op.kind}_")]
         words = ["fused"] if len(self.ops) > MAX_WORDS else words
         named = results if sum(map(len, results)) <= MAX_CHARACTERS else results[-1:]

@@ -3,32 +3,32 @@
 
 namespace programs::keys_in_a_loop {
 
-// %y_packed: bf16[2, S/4, 128] = concat(%k, %v, axis=2)
-__global__ void concat_y_packed(const hw::bf16* k, const hw::bf16* v, hw::bf16* y_packed, int64_t S) {
-  HW_TOUCHES(hw::reads(k, 32 * S), hw::reads(v, 32 * S), hw::writes(y_packed, 64 * S));
+// %y_kv: bf16[2, S/4, 128] = concat(%k, %v, axis=2)
+__global__ void concat_y_kv(const hw::bf16* k, const hw::bf16* v, hw::bf16* y_kv, int64_t S) {
+  HW_TOUCHES(hw::reads(k, 32 * S), hw::reads(v, 32 * S), hw::writes(y_kv, 64 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(64 * S)) {
       const int64_t i = element / 128;
       const int64_t j = element % 128;
-      hw::Values<hw::bf16, kWidth> y_packed_element;
+      hw::Values<hw::bf16, kWidth> y_kv_element;
       if (j < 64) {
         const auto k_ij = hw::load<kWidth>(k + i * 64 + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_packed_element[e] = k_ij[e];
+          y_kv_element[e] = k_ij[e];
         }
       } else {
         const auto v_ij = hw::load<kWidth>(v + i * 64 + (j - 64));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_packed_element[e] = v_ij[e];
+          y_kv_element[e] = v_ij[e];
         }
       }
-      hw::store(y_packed + element, y_packed_element);
+      hw::store(y_kv + element, y_kv_element);
     }
   };
-  if (!hw::aligned(k, v, y_packed)) {
+  if (!hw::aligned(k, v, y_kv)) {
     compute(hw::Width<1>(), int64_t());
   } else if (hw::fits_int32(64 * S)) {
     compute(hw::Width<8>(), uint32_t());
@@ -59,12 +59,12 @@ __global__ void fill_y_lse(float* dst, int64_t S) {
 }
 
 // %y_max: f32[1, 2, S/4] = max(%y_lse, axis=(0,), keepdims=true)
-// %y_maximum: f32[1, 2, S/4] = maximum(%y_max, -1e+30)
-// %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
+// %y_shift: f32[1, 2, S/4] = maximum(%y_max, -1e+30)
+// %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_shift)
 // %y_exp: f32[4, 2, S/4] = exp(%y_subtract)
-// %y_sum: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
-__global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, float* y_sum, int64_t S) {
-  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::writes(y_maximum, S / 2), hw::writes(y_sum, S / 2));
+// %y_sums: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
+__global__ void fused_y_shift_y_sums(const float* y_lse, float* y_shift, float* y_sums, int64_t S) {
+  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::writes(y_shift, S / 2), hw::writes(y_sums, S / 2));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
     for (int64_t j : hw::over_grid<kWidth>(S / 2)) {
@@ -84,52 +84,52 @@ __global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, floa
         for (int e = 0; e < kWidth; ++e) {
           const float y_lse_e = y_lse_ij[e];
           const float y_max_e = y_max[e];
-          const float y_maximum_e = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
-          const float y_subtract = y_lse_e - y_maximum_e;
+          const float y_shift_e = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
+          const float y_subtract = y_lse_e - y_shift_e;
           const float y_exp = expf(y_subtract);
           sum[e] += y_exp;
         }
       }
-      hw::Values<float, kWidth> y_maximum_j;
-      hw::Values<float, kWidth> y_sum_j;
+      hw::Values<float, kWidth> y_shift_j;
+      hw::Values<float, kWidth> y_sums_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float y_max_e = y_max[e];
-        const float y_maximum_e = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
-        y_maximum_j[e] = y_maximum_e;
-        y_sum_j[e] = sum[e];
+        const float y_shift_e = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
+        y_shift_j[e] = y_shift_e;
+        y_sums_j[e] = sum[e];
       }
-      hw::store(y_maximum + j, y_maximum_j);
-      hw::store(y_sum + j, y_sum_j);
+      hw::store(y_shift + j, y_shift_j);
+      hw::store(y_sums + j, y_sums_j);
     }
   };
-  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_sum)) {
+  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_shift, y_sums)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());
   }
 }
 
-// %y_subtract_2: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
-// %y_exp_2: f32[4, 2, S/4] = exp(%y_subtract_2)
-__global__ void subtract_exp_y_exp_2(const float* y_lse, const float* y_maximum, float* y_exp_2, int64_t S) {
-  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::reads(y_maximum, S / 2), hw::writes(y_exp_2, 2 * S));
+// %y_subtract_2: f32[4, 2, S/4] = subtract(%y_lse, %y_shift)
+// %y_weights: f32[4, 2, S/4] = exp(%y_subtract_2)
+__global__ void subtract_exp_y_weights(const float* y_lse, const float* y_shift, float* y_weights, int64_t S) {
+  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::reads(y_shift, S / 2), hw::writes(y_weights, 2 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(2 * S)) {
       const int64_t j = element % Index(S / 2);
       const auto y_lse_element = hw::load<kWidth>(y_lse + element);
-      const auto y_maximum_j = hw::load<kWidth>(y_maximum + j);
-      hw::Values<float, kWidth> y_exp_2_element;
+      const auto y_shift_j = hw::load<kWidth>(y_shift + j);
+      hw::Values<float, kWidth> y_weights_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_subtract_2 = y_lse_element[e] - y_maximum_j[e];
-        y_exp_2_element[e] = expf(y_subtract_2);
+        const float y_subtract_2 = y_lse_element[e] - y_shift_j[e];
+        y_weights_element[e] = expf(y_subtract_2);
       }
-      hw::store(y_exp_2 + element, y_exp_2_element);
+      hw::store(y_weights + element, y_weights_element);
     }
   };
-  if (S / 2 % 4 != 0 || !hw::aligned(y_lse, y_maximum, y_exp_2)) {
+  if (S / 2 % 4 != 0 || !hw::aligned(y_lse, y_shift, y_weights)) {
     compute(hw::Width<1>(), int64_t());
   } else if (hw::fits_int32(2 * S)) {
     compute(hw::Width<4>(), uint32_t());
@@ -138,39 +138,39 @@ __global__ void subtract_exp_y_exp_2(const float* y_lse, const float* y_maximum,
   }
 }
 
-// %y_maximum_2: f32[1, 2, S/4] = maximum(%y_sum, 1.0)
-// %y_divide: f32[4, 2, S/4] = divide(%y_exp_2, %y_maximum_2)
+// %y_maximum: f32[1, 2, S/4] = maximum(%y_sums, 1.0)
+// %y_divide: f32[4, 2, S/4] = divide(%y_weights, %y_maximum)
 // %y_expand_dims: f32[4, 2, S/4, 1] = reshape(%y_divide)
 // %y_greater: bool[4, 2, S/4, 1] = greater(%y_expand_dims, 0.0)
 // %y_astype: f32[4, 2, S/4, 64] = astype(%y_blocks)
 // %y_multiply: f32[4, 2, S/4, 64] = multiply(%y_astype, %y_expand_dims)
 // %y_where: f32[4, 2, S/4, 64] = where(%y_greater, %y_multiply, 0.0)
-// %y_sum_2: f32[2, S/4, 64] = sum(%y_where, axis=(0,))
-// %y: bf16[2, S/4, 64] = astype(%y_sum_2)
-__global__ void fused_y(const float* y_sum, const float* y_exp_2, const hw::bf16* y_blocks, hw::bf16* y, int64_t S) {
-  HW_TOUCHES(hw::reads(y_sum, S / 2), hw::reads(y_exp_2, 2 * S), hw::reads(y_blocks, 128 * S), hw::writes(y, 32 * S));
+// %y_sum: f32[2, S/4, 64] = sum(%y_where, axis=(0,))
+// %y: bf16[2, S/4, 64] = astype(%y_sum)
+__global__ void fused_y(const float* y_sums, const float* y_weights, const hw::bf16* y_blocks, hw::bf16* y, int64_t S) {
+  HW_TOUCHES(hw::reads(y_sums, S / 2), hw::reads(y_weights, 2 * S), hw::reads(y_blocks, 128 * S), hw::writes(y, 32 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(32 * S)) {
       const int64_t i = element / 64;
-      const float y_sum_i = y_sum[i];
-      const float y_maximum_2 = (y_sum_i > 1.0f || y_sum_i != y_sum_i) ? y_sum_i : 1.0f;
-      auto y_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
+      const float y_sums_i = y_sums[i];
+      const float y_maximum = (y_sums_i > 1.0f || y_sums_i != y_sums_i) ? y_sums_i : 1.0f;
+      auto y_sum = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t j = 0; j < 4; ++j) {
-        const float y_divide = y_exp_2[j * (S / 2) + i] / y_maximum_2;
+        const float y_divide = y_weights[j * (S / 2) + i] / y_maximum;
         const bool y_greater = y_divide > 0.0f;
         const auto y_blocks_elementj = hw::load<kWidth>(y_blocks + j * 32 * S + element);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float y_multiply = y_blocks_elementj.f32(e) * y_divide;
           const float y_where = y_greater ? y_multiply : 0.0f;
-          y_sum_2[e] += y_where;
+          y_sum[e] += y_where;
         }
       }
       hw::Values<hw::bf16, kWidth> y_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        y_element[e] = hw::bf16(y_sum_2[e]);
+        y_element[e] = hw::bf16(y_sum[e]);
       }
       hw::store(y + element, y_element);
     }

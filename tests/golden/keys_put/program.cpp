@@ -14,10 +14,10 @@ Program::Program(hw::Rank& rank)
       plan_y_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
       plan_y_blocks_not_causal_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_x_}) {
-  HW_CHECK(hw::load(concat_y_packed));
+  HW_CHECK(hw::load(concat_y_kv));
   HW_CHECK(hw::load(fill_y_lse));
-  HW_CHECK(hw::load(fused_y_maximum_y_sum));
-  HW_CHECK(hw::load(subtract_exp_y_exp_2));
+  HW_CHECK(hw::load(fused_y_shift_y_sums));
+  HW_CHECK(hw::load(subtract_exp_y_weights));
   HW_CHECK(hw::load(fused_y));
 }
 
@@ -40,15 +40,15 @@ OutputShapes Program::prepare(const Inputs& in) {
                                       hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
-    // - keys_, y_maximum_
-    memory.allocate_window(y_packed_, 64 * S);
+    // - keys_, y_shift_
+    memory.allocate_window(y_kv_, 64 * S);
     memory.allocate(keys_, 256 * S);
     memory.allocate(y_blocks_, 128 * S);
     memory.allocate(y_lse_, 2 * S);
-    memory.free(y_packed_);
+    memory.free(y_kv_);
     memory.free(keys_);
-    memory.allocate(y_maximum_, S / 2);
-    memory.allocate(y_sum_, S / 2);
+    memory.allocate(y_shift_, S / 2);
+    memory.allocate(y_sums_, S / 2);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -68,12 +68,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:52  return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
-  HW_CHECK(hw::launch_pdl(concat_y_packed, hw::grid_of_elements<8>(64 * S), caller, k, v, y_packed_, S));
+  HW_CHECK(hw::launch_pdl(concat_y_kv, hw::grid_of_elements<8>(64 * S), caller, k, v, y_kv_, S));
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may read y_packed_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may read y_kv_
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -82,23 +82,23 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* keys_i = keys_ + p * 64 * S;
     if (p != rank_x) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's y_packed_ may be read
-      HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_packed_), 64 * S * sizeof(hw::bf16),
-                               cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's y_kv_ may be read
+      HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_kv_), 64 * S * sizeof(hw::bf16), cudaMemcpyDeviceToDevice,
+                               stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = ring_[i];
     if (p != rank_x) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
-    auto* y_packed_chunk = p == rank_x ? y_packed_ : keys_i;
-    auto* y_values_i = y_packed_chunk + 64;
+    auto* y_kv_chunk = p == rank_x ? y_kv_ : keys_i;
+    auto* y_values_i = y_kv_chunk + 64;
     auto* y_blocks_i = y_blocks_ + p * 32 * S;
     auto* y_lse_i = y_lse_ + p * (S / 2);
     if (p == rank_x) {
-      HW_CHECK(plan_y_blocks_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
+      HW_CHECK(plan_y_blocks_.attend(q, y_kv_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else if (p < rank_x) {
-      HW_CHECK(plan_y_blocks_not_causal_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
+      HW_CHECK(plan_y_blocks_not_causal_.attend(q, y_kv_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_blocks_i, 0, 32 * S * sizeof(hw::bf16), stream));
       HW_CHECK(hw::launch_pdl(fill_y_lse, hw::grid_of_elements<4>(S / 2), stream, y_lse_i, S));
@@ -107,17 +107,17 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // has read the peer's y_packed_
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // has read the peer's y_kv_
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has read y_packed_
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has read y_kv_
     }
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_maximum_y_sum, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_maximum_, y_sum_, S));
-  HW_CHECK(hw::launch_pdl(subtract_exp_y_exp_2, hw::grid_of_elements<4>(2 * S), caller, y_lse_, y_maximum_, y_lse_, S));
-  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, y_sum_, y_lse_, y_blocks_, y, S));
+  HW_CHECK(hw::launch_pdl(fused_y_shift_y_sums, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_shift_, y_sums_, S));
+  HW_CHECK(hw::launch_pdl(subtract_exp_y_weights, hw::grid_of_elements<4>(2 * S), caller, y_lse_, y_shift_, y_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, y_sums_, y_lse_, y_blocks_, y, S));
   HW_CHECK(arena_.end_call(caller));
 }
 

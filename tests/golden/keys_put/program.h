@@ -65,12 +65,12 @@ class Program {
   hw::AttentionPlan plan_y_blocks_;
   hw::AttentionPlan plan_y_blocks_not_causal_;
   hw::WindowArena arena_;         // peers access this memory
-  hw::bf16* y_packed_ = nullptr;  // bf16[2, S/4, 128]
+  hw::bf16* y_kv_ = nullptr;      // bf16[2, S/4, 128]
   hw::bf16* keys_ = nullptr;      // bf16[4, 2, S/4, 128]
   hw::bf16* y_blocks_ = nullptr;  // bf16[4, 2, S/4, 64]
-  float* y_lse_ = nullptr;        // f32[4, 2, S/4], also y_exp_2
-  float* y_maximum_ = nullptr;    // f32[1, 2, S/4]
-  float* y_sum_ = nullptr;        // f32[1, 2, S/4]
+  float* y_lse_ = nullptr;        // f32[4, 2, S/4], also y_weights
+  float* y_shift_ = nullptr;      // f32[1, 2, S/4]
+  float* y_sums_ = nullptr;       // f32[1, 2, S/4]
   hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };
 

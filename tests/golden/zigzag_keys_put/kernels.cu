@@ -3,33 +3,32 @@
 
 namespace programs::in_zigzag {
 
-// %y_attention_packed: bf16[2, S/2, 128] = concat(%y_keys, %y_values, axis=2)
-__global__ void concat_y_attention_packed(const hw::bf16* y_keys, const hw::bf16* y_values, hw::bf16* y_attention_packed,
-                                          int64_t S) {
-  HW_TOUCHES(hw::reads(y_keys, 64 * S), hw::reads(y_values, 64 * S), hw::writes(y_attention_packed, 128 * S));
+// %y_attention_kv: bf16[2, S/2, 128] = concat(%y_keys, %y_values, axis=2)
+__global__ void concat_y_attention_kv(const hw::bf16* y_keys, const hw::bf16* y_values, hw::bf16* y_attention_kv, int64_t S) {
+  HW_TOUCHES(hw::reads(y_keys, 64 * S), hw::reads(y_values, 64 * S), hw::writes(y_attention_kv, 128 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(128 * S)) {
       const int64_t i = element / 128;
       const int64_t j = element % 128;
-      hw::Values<hw::bf16, kWidth> y_attention_packed_element;
+      hw::Values<hw::bf16, kWidth> y_attention_kv_element;
       if (j < 64) {
         const auto y_keys_ij = hw::load<kWidth>(y_keys + i * 64 + j);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_attention_packed_element[e] = y_keys_ij[e];
+          y_attention_kv_element[e] = y_keys_ij[e];
         }
       } else {
         const auto y_values_ij = hw::load<kWidth>(y_values + i * 64 + (j - 64));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          y_attention_packed_element[e] = y_values_ij[e];
+          y_attention_kv_element[e] = y_values_ij[e];
         }
       }
-      hw::store(y_attention_packed + element, y_attention_packed_element);
+      hw::store(y_attention_kv + element, y_attention_kv_element);
     }
   };
-  if (!hw::aligned(y_keys, y_values, y_attention_packed)) {
+  if (!hw::aligned(y_keys, y_values, y_attention_kv)) {
     compute(hw::Width<1>(), int64_t());
   } else if (hw::fits_int32(128 * S)) {
     compute(hw::Width<8>(), uint32_t());
@@ -60,13 +59,13 @@ __global__ void fill_y_attention_lse(float* dst, int64_t S) {
 }
 
 // %y_attention_max: f32[1, 4, S/2] = max(%y_attention_lse, axis=(0,), keepdims=true)
-// %y_attention_maximum: f32[1, 4, S/2] = maximum(%y_attention_max, -1e+30)
-// %y_attention_subtract: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
+// %y_attention_shift: f32[1, 4, S/2] = maximum(%y_attention_max, -1e+30)
+// %y_attention_subtract: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_shift)
 // %y_attention_exp: f32[2, 4, S/2] = exp(%y_attention_subtract)
-// %y_attention_sum: f32[1, 4, S/2] = sum(%y_attention_exp, axis=(0,), keepdims=true)
-__global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attention_lse, float* y_attention_maximum,
-                                                          float* y_attention_sum, int64_t S) {
-  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::writes(y_attention_maximum, 2 * S), hw::writes(y_attention_sum, 2 * S));
+// %y_attention_sums: f32[1, 4, S/2] = sum(%y_attention_exp, axis=(0,), keepdims=true)
+__global__ void fused_y_attention_shift_y_attention_sums(const float* y_attention_lse, float* y_attention_shift,
+                                                         float* y_attention_sums, int64_t S) {
+  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::writes(y_attention_shift, 2 * S), hw::writes(y_attention_sums, 2 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
     for (int64_t j : hw::over_grid<kWidth>(2 * S)) {
@@ -86,55 +85,55 @@ __global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attenti
         for (int e = 0; e < kWidth; ++e) {
           const float y_attention_lse_e = y_attention_lse_ij[e];
           const float y_attention_max_e = y_attention_max[e];
-          const float y_attention_maximum_e =
+          const float y_attention_shift_e =
               (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
-          const float y_attention_subtract = y_attention_lse_e - y_attention_maximum_e;
+          const float y_attention_subtract = y_attention_lse_e - y_attention_shift_e;
           const float y_attention_exp = expf(y_attention_subtract);
           sum[e] += y_attention_exp;
         }
       }
-      hw::Values<float, kWidth> y_attention_maximum_j;
-      hw::Values<float, kWidth> y_attention_sum_j;
+      hw::Values<float, kWidth> y_attention_shift_j;
+      hw::Values<float, kWidth> y_attention_sums_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float y_attention_max_e = y_attention_max[e];
-        const float y_attention_maximum_e =
+        const float y_attention_shift_e =
             (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
-        y_attention_maximum_j[e] = y_attention_maximum_e;
-        y_attention_sum_j[e] = sum[e];
+        y_attention_shift_j[e] = y_attention_shift_e;
+        y_attention_sums_j[e] = sum[e];
       }
-      hw::store(y_attention_maximum + j, y_attention_maximum_j);
-      hw::store(y_attention_sum + j, y_attention_sum_j);
+      hw::store(y_attention_shift + j, y_attention_shift_j);
+      hw::store(y_attention_sums + j, y_attention_sums_j);
     }
   };
-  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_sum)) {
+  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_shift, y_attention_sums)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());
   }
 }
 
-// %y_attention_subtract_2: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
-// %y_attention_exp_2: f32[2, 4, S/2] = exp(%y_attention_subtract_2)
-__global__ void subtract_exp_y_attention_exp_2(const float* y_attention_lse, const float* y_attention_maximum,
-                                               float* y_attention_exp_2, int64_t S) {
-  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::reads(y_attention_maximum, 2 * S), hw::writes(y_attention_exp_2, 4 * S));
+// %y_attention_subtract_2: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_shift)
+// %y_attention_weights: f32[2, 4, S/2] = exp(%y_attention_subtract_2)
+__global__ void subtract_exp_y_attention_weights(const float* y_attention_lse, const float* y_attention_shift,
+                                                 float* y_attention_weights, int64_t S) {
+  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::reads(y_attention_shift, 2 * S), hw::writes(y_attention_weights, 4 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(4 * S)) {
       const int64_t j = element % Index(2 * S);
       const auto y_attention_lse_element = hw::load<kWidth>(y_attention_lse + element);
-      const auto y_attention_maximum_j = hw::load<kWidth>(y_attention_maximum + j);
-      hw::Values<float, kWidth> y_attention_exp_2_element;
+      const auto y_attention_shift_j = hw::load<kWidth>(y_attention_shift + j);
+      hw::Values<float, kWidth> y_attention_weights_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_attention_subtract_2 = y_attention_lse_element[e] - y_attention_maximum_j[e];
-        y_attention_exp_2_element[e] = expf(y_attention_subtract_2);
+        const float y_attention_subtract_2 = y_attention_lse_element[e] - y_attention_shift_j[e];
+        y_attention_weights_element[e] = expf(y_attention_subtract_2);
       }
-      hw::store(y_attention_exp_2 + element, y_attention_exp_2_element);
+      hw::store(y_attention_weights + element, y_attention_weights_element);
     }
   };
-  if (2 * S % 4 != 0 || !hw::aligned(y_attention_lse, y_attention_maximum, y_attention_exp_2)) {
+  if (2 * S % 4 != 0 || !hw::aligned(y_attention_lse, y_attention_shift, y_attention_weights)) {
     compute(hw::Width<1>(), int64_t());
   } else if (hw::fits_int32(4 * S)) {
     compute(hw::Width<4>(), uint32_t());
@@ -143,42 +142,42 @@ __global__ void subtract_exp_y_attention_exp_2(const float* y_attention_lse, con
   }
 }
 
-// %y_attention_maximum_2: f32[1, 4, S/2] = maximum(%y_attention_sum, 1.0)
-// %y_attention_divide: f32[2, 4, S/2] = divide(%y_attention_exp_2, %y_attention_maximum_2)
+// %y_attention_maximum: f32[1, 4, S/2] = maximum(%y_attention_sums, 1.0)
+// %y_attention_divide: f32[2, 4, S/2] = divide(%y_attention_weights, %y_attention_maximum)
 // %y_attention_expand_dims: f32[2, 4, S/2, 1] = reshape(%y_attention_divide)
 // %y_attention_greater: bool[2, 4, S/2, 1] = greater(%y_attention_expand_dims, 0.0)
 // %y_attention_astype: f32[2, 4, S/2, 64] = astype(%y_attention_blocks)
 // %y_attention_multiply: f32[2, 4, S/2, 64] = multiply(%y_attention_astype, %y_attention_expand_dims)
 // %y_attention_where: f32[2, 4, S/2, 64] = where(%y_attention_greater, %y_attention_multiply, 0.0)
-// %y_attention_sum_2: f32[4, S/2, 64] = sum(%y_attention_where, axis=(0,))
-// %y_attention: bf16[4, S/2, 64] = astype(%y_attention_sum_2)
-__global__ void fused_y_attention(const float* y_attention_sum, const float* y_attention_exp_2,
+// %y_attention_sum: f32[4, S/2, 64] = sum(%y_attention_where, axis=(0,))
+// %y_attention: bf16[4, S/2, 64] = astype(%y_attention_sum)
+__global__ void fused_y_attention(const float* y_attention_sums, const float* y_attention_weights,
                                   const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t rows) {
-  HW_TOUCHES(hw::reads(y_attention_sum, rows), hw::reads(y_attention_exp_2, 2 * rows), hw::reads(y_attention_blocks, 128 * rows),
-             hw::writes(y_attention, 64 * rows));
+  HW_TOUCHES(hw::reads(y_attention_sums, rows), hw::reads(y_attention_weights, 2 * rows),
+             hw::reads(y_attention_blocks, 128 * rows), hw::writes(y_attention, 64 * rows));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(64 * rows)) {
       const int64_t i = element / 64;
-      const float y_attention_sum_i = y_attention_sum[i];
-      const float y_attention_maximum_2 =
-          (y_attention_sum_i > 1.0f || y_attention_sum_i != y_attention_sum_i) ? y_attention_sum_i : 1.0f;
-      auto y_attention_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
+      const float y_attention_sums_i = y_attention_sums[i];
+      const float y_attention_maximum =
+          (y_attention_sums_i > 1.0f || y_attention_sums_i != y_attention_sums_i) ? y_attention_sums_i : 1.0f;
+      auto y_attention_sum = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t j = 0; j < 2; ++j) {
-        const float y_attention_divide = y_attention_exp_2[j * rows + i] / y_attention_maximum_2;
+        const float y_attention_divide = y_attention_weights[j * rows + i] / y_attention_maximum;
         const bool y_attention_greater = y_attention_divide > 0.0f;
         const auto y_attention_blocks_elementj = hw::load<kWidth>(y_attention_blocks + j * 64 * rows + element);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
           const float y_attention_multiply = y_attention_blocks_elementj.f32(e) * y_attention_divide;
           const float y_attention_where = y_attention_greater ? y_attention_multiply : 0.0f;
-          y_attention_sum_2[e] += y_attention_where;
+          y_attention_sum[e] += y_attention_where;
         }
       }
       hw::Values<hw::bf16, kWidth> y_attention_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        y_attention_element[e] = hw::bf16(y_attention_sum_2[e]);
+        y_attention_element[e] = hw::bf16(y_attention_sum[e]);
       }
       hw::store(y_attention + element, y_attention_element);
     }

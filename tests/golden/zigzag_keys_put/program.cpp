@@ -15,10 +15,10 @@ Program::Program(hw::Rank& rank)
       plan_y_attention_blocks_not_causal_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       plan_y_attention_blocks_of_q_half_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_cp_}) {
-  HW_CHECK(hw::load(concat_y_attention_packed));
+  HW_CHECK(hw::load(concat_y_attention_kv));
   HW_CHECK(hw::load(fill_y_attention_lse));
-  HW_CHECK(hw::load(fused_y_attention_maximum_y_attention_sum));
-  HW_CHECK(hw::load(subtract_exp_y_attention_exp_2));
+  HW_CHECK(hw::load(fused_y_attention_shift_y_attention_sums));
+  HW_CHECK(hw::load(subtract_exp_y_attention_weights));
   HW_CHECK(hw::load(fused_y_attention));
 }
 
@@ -45,18 +45,18 @@ OutputShapes Program::prepare(const Inputs& in) {
         hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}));
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
-    // - k_gathered_, y_attention_maximum_
-    // - y_attention_lse_half_packed_, y_attention_sum_
-    memory.allocate_window(y_attention_packed_, 128 * S);
+    // - k_gathered_, y_attention_shift_
+    // - y_attention_lse_half_packed_, y_attention_sums_
+    memory.allocate_window(y_attention_kv_, 128 * S);
     memory.allocate(k_gathered_, 256 * S);
     memory.allocate(y_attention_blocks_, 256 * S);
     memory.allocate(y_attention_lse_, 4 * S);
     memory.allocate(y_attention_lse_half_packed_, S, ring_);
     memory.join(ring_);
-    memory.free(y_attention_packed_);
+    memory.free(y_attention_kv_);
     memory.free(k_gathered_);
-    memory.allocate(y_attention_maximum_, 2 * S);
-    memory.allocate(y_attention_sum_, 2 * S);
+    memory.allocate(y_attention_shift_, 2 * S);
+    memory.allocate(y_attention_sums_, 2 * S);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -76,11 +76,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:27  return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-  HW_CHECK(hw::launch_pdl(concat_y_attention_packed, hw::grid_of_elements<8>(128 * S), caller, k, v, y_attention_packed_, S));
+  HW_CHECK(hw::launch_pdl(concat_y_attention_kv, hw::grid_of_elements<8>(128 * S), caller, k, v, y_attention_kv_, S));
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));  // peer may read y_attention_packed_
+    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));  // peer may read y_attention_kv_
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
@@ -88,8 +88,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* k_gathered_i = k_gathered_ + p * 128 * S;
     if (p != rank_cp) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(channel_cp_.wait_signal(p, 0, stream));  // until the peer's y_attention_packed_ may be read
-      HW_CHECK(cudaMemcpyAsync(k_gathered_i, arena_.on_peer(channel_cp_, p, y_attention_packed_), 128 * S * sizeof(hw::bf16),
+      HW_CHECK(channel_cp_.wait_signal(p, 0, stream));  // until the peer's y_attention_kv_ may be read
+      HW_CHECK(cudaMemcpyAsync(k_gathered_i, arena_.on_peer(channel_cp_, p, y_attention_kv_), 128 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
@@ -97,15 +97,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     if (p != rank_cp) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
-    auto* y_attention_packed_chunk = p == rank_cp ? y_attention_packed_ : k_gathered_i;
-    auto* y_attention_values_i = y_attention_packed_chunk + 64;
+    auto* y_attention_kv_chunk = p == rank_cp ? y_attention_kv_ : k_gathered_i;
+    auto* y_attention_values_i = y_attention_kv_chunk + 64;
     auto* y_attention_blocks_i = y_attention_blocks_ + p * 128 * S;
     auto* y_attention_lse_i = y_attention_lse_ + p * 2 * S;
     if (p == rank_cp) {
-      HW_CHECK(plan_y_attention_blocks_.attend(q, y_attention_packed_chunk, y_attention_values_i, y_attention_blocks_i, stream,
+      HW_CHECK(plan_y_attention_blocks_.attend(q, y_attention_kv_chunk, y_attention_values_i, y_attention_blocks_i, stream,
                                                {.lse = y_attention_lse_i}));
     } else if (p < rank_cp) {
-      HW_CHECK(plan_y_attention_blocks_not_causal_.attend(q, y_attention_packed_chunk, y_attention_values_i, y_attention_blocks_i,
+      HW_CHECK(plan_y_attention_blocks_not_causal_.attend(q, y_attention_kv_chunk, y_attention_values_i, y_attention_blocks_i,
                                                           stream, {.lse = y_attention_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_attention_blocks_i, 0, 128 * S * sizeof(hw::bf16), stream));
@@ -113,7 +113,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       const auto* q_half = q + 16 * S;
       auto* y_attention_blocks_half = y_attention_blocks_i + 16 * S;
       auto* y_attention_lse_half_packed = y_attention_lse_half_packed_[i];
-      HW_CHECK(plan_y_attention_blocks_of_q_half_.attend(q_half, y_attention_packed_chunk, y_attention_values_i,
+      HW_CHECK(plan_y_attention_blocks_of_q_half_.attend(q_half, y_attention_kv_chunk, y_attention_values_i,
                                                          y_attention_blocks_half, stream, {.lse = y_attention_lse_half_packed}));
       auto* y_attention_lse_half = y_attention_lse_i + S / 4;
       HW_CHECK(cudaMemcpy2DAsync(y_attention_lse_half, S / 2 * sizeof(float), y_attention_lse_half_packed, S / 4 * sizeof(float),
@@ -122,16 +122,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));       // has read the peer's y_attention_packed_
-    HW_CHECK(channel_cp_.wait_signal((rank_cp + 1) % 2, 0, stream));  // until the peer has read y_attention_packed_
+    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));       // has read the peer's y_attention_kv_
+    HW_CHECK(channel_cp_.wait_signal((rank_cp + 1) % 2, 0, stream));  // until the peer has read y_attention_kv_
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_attention_maximum_y_attention_sum, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
-                          y_attention_maximum_, y_attention_sum_, S));
-  HW_CHECK(hw::launch_pdl(subtract_exp_y_attention_exp_2, hw::grid_of_elements<4>(4 * S), caller, y_attention_lse_,
-                          y_attention_maximum_, y_attention_lse_, S));
-  HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, y_attention_sum_, y_attention_lse_,
+  HW_CHECK(hw::launch_pdl(fused_y_attention_shift_y_attention_sums, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
+                          y_attention_shift_, y_attention_sums_, S));
+  HW_CHECK(hw::launch_pdl(subtract_exp_y_attention_weights, hw::grid_of_elements<4>(4 * S), caller, y_attention_lse_,
+                          y_attention_shift_, y_attention_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, y_attention_sums_, y_attention_lse_,
                           y_attention_blocks_, y, 2 * S));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -68,13 +68,13 @@ class Program {
   hw::AttentionPlan plan_y_attention_blocks_not_causal_;
   hw::AttentionPlan plan_y_attention_blocks_of_q_half_;
   hw::WindowArena arena_;                                // peers access this memory
-  hw::bf16* y_attention_packed_ = nullptr;               // bf16[2, S/2, 128]
+  hw::bf16* y_attention_kv_ = nullptr;                   // bf16[2, S/2, 128]
   hw::bf16* k_gathered_ = nullptr;                       // bf16[2, 2, S/2, 128]
   hw::bf16* y_attention_blocks_ = nullptr;               // bf16[2, 4, S/2, 64]
-  float* y_attention_lse_ = nullptr;                     // f32[2, 4, S/2], also y_attention_exp_2
+  float* y_attention_lse_ = nullptr;                     // f32[2, 4, S/2], also y_attention_weights
   std::array<float*, 2> y_attention_lse_half_packed_{};  // f32[4, S/4], one per stream
-  float* y_attention_maximum_ = nullptr;                 // f32[1, 4, S/2]
-  float* y_attention_sum_ = nullptr;                     // f32[1, 4, S/2]
+  float* y_attention_shift_ = nullptr;                   // f32[1, 4, S/2]
+  float* y_attention_sums_ = nullptr;                    // f32[1, 4, S/2]
   hw::Optional<Sizes> prepared_;                         // sizes of the last call of `prepare`
 };
 

@@ -26,8 +26,8 @@ def attending(chunks: int, of_values: int | None = None) -> hw.Fusion:
 def test_keys_and_values_are_one_gather_whose_chunks_are_attended_to() -> None:
     _, after = before_and_after(attend_by_blocks, attending(2))
     assert [str(op) for op in after.ops[:6]] == [
-        "%y_packed: f32[2, T@cp, 32] = concat(%k, %v, axis=2)",
-        "%k_2: f32[2, T, 32] stream(T, 2, p2p) = all_gather(%y_packed, dim=1, axes=(cp))",
+        "%y_kv: f32[2, T@cp, 32] = concat(%k, %v, axis=2)",
+        "%k_2: f32[2, T, 32] stream(T, 2, p2p) = all_gather(%y_kv, dim=1, axes=(cp))",
         "%y_keys: f32[2, T, 16] stream(T, 2) = slice(%k_2, axis=2, start=0, step=1)",
         "%y_values: f32[2, T, 16] stream(T, 2) = slice(%k_2, axis=2, start=16, step=1)",
         "%y_blocks: f32[2, 2, S@cp, 16] stream(0, 2) = attention(%q, %y_keys, %y_values, scale=0.25, blocks=2)",

@@ -6,8 +6,8 @@
 
 becomes
 
-    %y_packed: bf16[G, T@cp, 128] = concat(%k, %v, axis=2)
-    %k_gathered: bf16[G, T, 128] stream(T, 2, put) = all_gather(%y_packed, dim=1, axes=(cp))
+    %y_kv: bf16[G, T@cp, 128] = concat(%k, %v, axis=2)
+    %k_gathered: bf16[G, T, 128] stream(T, 2, put) = all_gather(%y_kv, dim=1, axes=(cp))
     %y_keys: bf16[G, T, 64] stream(T, 2) = slice(%k_gathered, axis=2, start=0, step=1)
     %y_values: bf16[G, T, 64] stream(T, 2) = slice(%k_gathered, axis=2, start=64, step=1)
     %y_blocks: bf16[2, H, S@cp, 64] stream(0, 2) = attention(%q, %y_keys, %y_values, scale=0.125, blocks=2)
@@ -63,7 +63,7 @@ class _Attending(BlockWriter):
         assert stream.chunks is not None
         parts = [each.tensors[0] for each in keys.gathers]
         last = len(self.types[parts[0]].dims) - 1
-        packed = self.make("concat", *parts, how=attributes(axis=last), word="packed")
+        packed = self.make("concat", *parts, how=attributes(axis=last), word="kv")
         dims = (*gather.result.type.dims[:-1], self.types[packed].dims[-1])
         gathered = Value(gather.result.name, replace(gather.result.type, dims=dims), stream)
         self.emit(replace(gather, operands=(packed,), result=gathered))

@@ -114,7 +114,7 @@ class _Halving(OpRewriter):
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = self.parts(halves, at, "half")
         parts = [self.make("expand_dims", x, how=attributes(axis=(at,))) for x in (self.make("add", low, first), high)]
-        self.finish("reshape", self.make("concat", *parts, how=attributes(axis=at)))
+        self.finish("reshape", self.make("concat", *parts, how=attributes(axis=at), word="joined"))
 
     def finish(self, kind: str, source: str, how: Attributes = ()) -> None:
         self.emit(Op(kind, (source,), self.op.result, how, self.op.location))

@@ -7,10 +7,11 @@ becomes
     %y_blocks: bf16[2@cp, H, S, 64] = attention(%q, %k, %v, scale=0.125, blocks=2)
     %y_lse: f32[2@cp, H, S] = attention_lse(%q, %k, scale=0.125, blocks=2)
     %y_lses: f32[2, H, S] = reshard(%y_lse)
-    %y_largest: f32[1, H, S] = maximum(max(%y_lses), -1e30)
-    %y_sums: f32[1, H, S] = maximum(sum(exp(%y_lses - %y_largest)), 1.0)
-    %y_weights: f32[2@cp, H, S] = exp(%y_lse - %y_largest) / %y_sums
-    %y: bf16[H, S, 64] = astype(sum(where(%y_weights > 0, %y_weights * astype(%y_blocks), 0)))
+    %y_shift: f32[1, H, S] = maximum(max(%y_lses), -1e30)
+    %y_sums: f32[1, H, S] = sum(exp(%y_lses - %y_shift))
+    %y_weights: f32[2@cp, H, S] = exp(%y_lse - %y_shift)
+    %y_divide: f32[2@cp, H, S] = %y_weights / maximum(%y_sums, 1.0)
+    %y: bf16[H, S, 64] = astype(sum(where(%y_divide > 0, %y_divide * astype(%y_blocks), 0)))
 
 In the IR, a line with several ops is one line per op. The reshard gathers the log-sum-exps. The last sum is in f32, and partial over the
 ranks.
