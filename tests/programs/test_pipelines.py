@@ -122,8 +122,9 @@ def test_stages_in_the_middle_receive_one_step_ahead() -> None:
         return x
 
     program = hw.compile(three_stages)
-    ahead, _, then = str(program.host_ir).partition("if %j > 0 {")
-    assert (ahead.count("recv"), then.count("recv"), then.count("send")) == (2, 0, 2)
+    first, *others = str(program.host_ir).split("  for %i in 0..4 {")
+    assert (first.count("recv"), [each.count("if %i < 3") for each in others]) == (0, [0, 1, 1])
+    assert [(each.count("recv"), each.count("send")) for each in others] == [(1, 1), (2, 1), (1, 0)]
     calls = [integer_arrays(three_stages, {"M": 8, "K": 3, "N": 4}, seed) for seed in range(3)]
     for seed in range(4):
         with seeded(seed):

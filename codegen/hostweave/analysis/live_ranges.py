@@ -64,7 +64,8 @@ MemoryEvents = tuple[MemoryEvent, ...]
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
     """Begins and ends of live ranges, calls and joins, in program order. Omits ends and joins after which no buffer can reuse the bytes. In
     functions, such ends and joins stay, because another call may follow."""
-    return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), follows=is_function)
+    ranks = frozenset(program.mesh.all_ranks)
+    return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), ranks, ranks if is_function else frozenset())
 
 
 @ir.analysis
@@ -122,8 +123,8 @@ class _Walk:
         return streams
 
 
-def _needed(events: MemoryEvents, follows: bool, pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Removes ends and joins without effect. `follows` is True if a live range may begin after `events`.
+def _needed(events: MemoryEvents, ranks: frozenset[int], follows: frozenset[int], pools: frozenset[str] = frozenset()) -> MemoryEvents:
+    """Removes ends and joins without effect. `ranks` have these events. A live range may begin after `events` on the ranks `follows`.
 
     An end or join has no effect if no live range begins later. An end also has none if a join of its pool precedes the next begin. A join
     also has none if its pool has no buffers.
@@ -134,14 +135,15 @@ def _needed(events: MemoryEvents, follows: bool, pools: frozenset[str] = frozens
     for event in reversed(events):
         match event:
             case Begin() | CallEvent():
-                follows = True
+                follows |= ranks
                 joined.clear()
             case OnRanks(mesh, inner):
-                if not (inner := _needed(inner, follows, pools)):
+                own = frozenset(mesh.all_ranks)
+                if not (inner := _needed(inner, own, follows & own, pools)):
                     continue
                 event = OnRanks(mesh, inner)
                 if any(isinstance(one, Begin | CallEvent) for one in flat(inner)):
-                    follows = True
+                    follows |= own
                     joined.clear()
             case End(begin):
                 if not follows or (begin.place.stream and begin.place.stream[0] in joined):

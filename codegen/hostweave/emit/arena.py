@@ -42,7 +42,22 @@ def _take_turns(events: MemoryEvents, context: ProgramContext, groups: list[list
 
 
 def _plan(events: MemoryEvents, context: ProgramContext) -> str:
-    return "".join(_told(event, context) for event in events)
+    """C++ of the events. Events of one mesh are together if only events of other ranks separate them."""
+    result: list[MemoryEvent] = []
+    for event in events:
+        at = len(result) - 1
+        while at >= 0 and _are_disjoint(result[at], event):
+            at -= 1
+        if isinstance(event, OnRanks) and at >= 0 and isinstance(last := result[at], OnRanks) and last.mesh == event.mesh:
+            result[at] = OnRanks(event.mesh, (*last.events, *event.events))
+        else:
+            result.append(event)
+    return "".join(_told(event, context) for event in result)
+
+
+def _are_disjoint(one: MemoryEvent, other: MemoryEvent) -> bool:
+    """True if no rank has both events."""
+    return isinstance(one, OnRanks) and isinstance(other, OnRanks) and {*one.mesh.all_ranks}.isdisjoint(other.mesh.all_ranks)
 
 
 def _told(event: MemoryEvent, context: ProgramContext) -> str:

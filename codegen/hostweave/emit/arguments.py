@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
@@ -100,7 +101,17 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgumen
 
 
 def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> str:
-    return guarded(_statements(arguments, context))
+    return guarded(_statements(tuple(_sizes_first(arguments)), context))
+
+
+def _sizes_first(arguments: Sequence[CheckedArgument]) -> Iterator[CheckedArgument]:
+    """Lets the first of consecutive arguments on parts of the mesh bind all their sizes. Then checks with one condition share a block."""
+    for is_on_part, run in groupby(arguments, key=lambda x: x.on != ""):
+        first, *others = run
+        if is_on_part:
+            first = replace(first, sizes=tuple(size for x in (first, *others) for size in x.sizes), again=True)
+            others = [replace(x, sizes=()) for x in others]
+        yield from (first, *others)
 
 
 def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[Guarded]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.base.unchanged import is_same
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Binary, Expr, Var
+from hostweave.host_ir.expr import Binary, Expr, Var, binary
 from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 
@@ -173,19 +174,19 @@ def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
         yield from (ir.Deallocate(name, location=i.location) for name in tree.names(i, "allocate") if name not in freed)
 
 
-def renamed(body: tree.Body, names: Mapping[str, str]) -> tree.Body:
-    """Renames the buffers and indices of a body that are in `names`."""
+def renamed(body: tree.Body, names: Mapping[str, str], values: Mapping[str, Expr] = MappingProxyType({})) -> tree.Body:
+    """Renames the buffers and indices of a body that are in `names`, and replaces the indices in `values`."""
 
     def rename(i: tree.Instruction) -> tree.Instruction:
-        return tree.with_names(tree.with_expressions(i, lambda expr: _expr(expr, names)), names, *tree.NAMED)
+        return tree.with_names(tree.with_expressions(i, lambda expr: _expr(expr, names, values)), names, *tree.NAMED)
 
     return tree.rewrite(body, rename)
 
 
-def _expr(expr: Expr, names: Mapping[str, str]) -> Expr:
+def _expr(expr: Expr, names: Mapping[str, str], values: Mapping[str, Expr]) -> Expr:
     match expr:
         case Var(name):
-            return Var(names.get(name, name))
+            return values.get(name, Var(names.get(name, name)))
         case Binary(op, left, right):
-            return Binary(op, _expr(left, names), _expr(right, names))
+            return binary(op, _expr(left, names, values), _expr(right, names, values))
     return expr

@@ -4,7 +4,7 @@ A field with a role names a buffer, an event or another object. The role says ho
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from itertools import count
@@ -256,6 +256,12 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
     if not (names := _body_fields(type(instruction))):
         return instruction
     return replaced(instruction, **{name: change(getattr(instruction, name)) for name in names})
+
+
+def are_on_disjoint_ranks(instructions: Sequence[Instruction]) -> bool:
+    """True if all instructions are `on` bodies, and no rank executes two of them."""
+    ranks = [rank for i in instructions if i.ranks for rank in i.ranks.all_ranks]
+    return all(i.ranks for i in instructions) and len(set(ranks)) == len(ranks)
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:

@@ -18,9 +18,11 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M_x_of_ranks_0_1 = hw::local_size(M, 2, rank_.index());
   const int64_t M_x_of_ranks_2_3 = hw::local_size(M, 2, rank_.index() - 2);
   const int64_t K = in.x.global_dim(1, 1);
-  if (on_ranks_0_1_) in.x.expect("x", CUDA_R_16BF, {M_x_of_ranks_0_1, K}, rank_.device(), "bf16[local(M, x on ranks 0, 1), K]");
   const int64_t N = in.w1.global_dim(1, 1);
-  if (on_ranks_0_1_) in.w1.expect("w1", CUDA_R_16BF, {K, N}, rank_.device(), "bf16[K, N]");
+  if (on_ranks_0_1_) {
+    in.x.expect("x", CUDA_R_16BF, {M_x_of_ranks_0_1, K}, rank_.device(), "bf16[local(M, x on ranks 0, 1), K]");
+    in.w1.expect("w1", CUDA_R_16BF, {K, N}, rank_.device(), "bf16[K, N]");
+  }
   if (on_ranks_2_3_) in.w2.expect("w2", CUDA_R_16BF, {N, K}, rank_.device(), "bf16[N, K]");
   return {M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3};
 }

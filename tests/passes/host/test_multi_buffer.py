@@ -18,8 +18,10 @@ def test_a_chunk_that_is_used_in_two_iterations_gets_slots() -> None:
         == """\
 - %arrived = allocate bf16[M, K]
 + %arrived = allocate bf16[2, M/4, K]
-- %arrived_j = chunk %arrived[0: %j of 4]
-+ %arrived_j = select %arrived[0: %j % 2]
+- %arrived_first = chunk %arrived[0: 0 of 4]
++ %arrived_first = select %arrived[0: 0]
+- %arrived_next = chunk %arrived[0: %i + 1 of 4]
++ %arrived_next = select %arrived[0: (%i + 1) % 2]
 - %arrived_i = chunk %arrived[0: %i of 4]
 + %arrived_i = select %arrived[0: %i % 2]
 """

@@ -1,18 +1,20 @@
 """Multi-buffering: a buffer shrinks to one slot per stream if each of its chunks is used on only one stream.
 
     %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
-    for %j in 0..17 {                                      for %j in 0..17 {
-      if %j < 16 {                                           if %j < 16 {
-        stream ring[%j] {                                      stream ring[%j] {
-          %h_j = chunk %h[0: %j of 16]                           %h_j = select %h[0: %j % 4]
-          recv %h_j from 0 on x                 becomes          recv %h_j from 0 on x
+    stream ring[0] {                                       stream ring[0] {
+      %h_first = chunk %h[0: 0 of 16]                        %h_first = select %h[0: 0]
+      recv %h_first from 0 on x                              recv %h_first from 0 on x
+    }                                                      }
+    for %i in 0..16 {                                      for %i in 0..16 {
+      if %i < 15 {                                           if %i < 15 {
+        stream ring[%i + 1] {                                  stream ring[%i + 1] {
+          %h_next = chunk %h[0: %i + 1 of 16]                    %h_next = select %h[0: (%i + 1) % 4]
+          recv %h_next from 0 on x              becomes          recv %h_next from 0 on x
         } }                                                    } }
-      if %j > 0 {                                            if %j > 0 {
-        %i = %j - 1                                            %i = %j - 1
-        stream ring[%i] {                                      stream ring[%i] {
-          %h_i = chunk %h[0: %i of 16]                           %h_i = select %h[0: %i % 4]
-          matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
-        } } }                                                  } } }
+      stream ring[%i] {                                      stream ring[%i] {
+        %h_i = chunk %h[0: %i of 16]                           %h_i = select %h[0: %i % 4]
+        matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
+      } }                                                    } }
 
 Chunk i is used on stream i % 4, in slot i % 4. One stream therefore orders all uses of a slot.
 """
@@ -21,6 +23,7 @@ from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.host_ir import ir, tree
+from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -42,7 +45,7 @@ def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place,
     """Views of an allocation's chunks, each with its stream. Empty if slots cannot replace the allocation, or save nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
-    loops = {place.loop for place in touches}
+    loops = {place.loop for place in touches if place.loop}
     found: list[tuple[Place, tree.Slot]] = []
     counts: set[tuple[int, Size, BufferType]] = set()  # dim, number and type of the chunks
     for place in views:
@@ -56,7 +59,11 @@ def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place,
     if len(blocks) < 2 or None in blocks or len({pool for _, (pool, _) in found}) != 1 or len(loops) != 1 or len(counts) != 1:
         return []
     (loop,), ((_, count, _),) = loops, counts
-    if loop is None or loop in uses.allocates[name].around or uses.allocates[name].block is not None:
+    if loop in uses.allocates[name].around or uses.allocates[name].block is not None:
         return []
-    is_long = not count.is_int or int(count) > pools[found[0][1][0]]
+    streams = pools[found[0][1][0]]
+    before = [place.stream[1] for place in touches if place.loop is None and place.stream and place.number < loop.number]
+    if len(before) < sum(place.loop is None for place in touches) or not {*before} <= {*map(Const, range(streams))}:
+        return []  # Outside of the loop, only its first chunks may be used, and only before the loop.
+    is_long = not count.is_int or int(count) > streams
     return found if is_long and not any(name in tree.names(place.instruction, "read", "write") for place in touches) else []

@@ -40,16 +40,7 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
 
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("channels_idle", {pool.name for pool in pools}))
-    body = turns.across_streams(program.body)
-    unchanged = set(program.body)  # An inserted wait or record is not in this set, because it names the new event.
-    changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
-    first, last = changed[0], changed[-1]
-    begin = turns.without(ir.Wait, body[first])  # The first communication waits for nothing.
-    if begin == (body[first],):
-        begin = (ir.Record(turns.event, Const(0)), *begin)
-    end = turns.without(ir.Record, body[last]) if last > first else ()
-    body = (*body[:first], *begin, *body[first + 1 : last], *end, *body[last + 1 :])
-    return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=body)
+    return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=turns.in_order(program.body))
 
 
 def _concerns(instruction: tree.Instruction, in_turn: set[tree.Instruction]) -> bool:
@@ -61,6 +52,19 @@ class _Turns:
 
     def __init__(self, in_turn: set[tree.Instruction], event: str):
         self.in_turn, self.event = in_turn, event
+
+    def in_order(self, body: tree.Body) -> tree.Body:
+        """Adds turns to the body of the program, or to bodies of disjoint ranks."""
+        if tree.are_on_disjoint_ranks([i for i in body if _concerns(i, self.in_turn)]):
+            return tuple(tree.with_bodies(i, self.in_order) if _concerns(i, self.in_turn) else i for i in body)
+        unchanged, body = set(body), self.across_streams(body)  # An inserted wait or record is new, because it names the new event.
+        changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
+        first, last = changed[0], changed[-1]
+        begin = self.without(ir.Wait, body[first])  # The first communication waits for nothing.
+        if begin == (body[first],):
+            begin = (ir.Record(self.event, Const(0)), *begin)
+        end = self.without(ir.Record, body[last]) if last > first else ()
+        return (*body[:first], *begin, *body[first + 1 : last], *end, *body[last + 1 :])
 
     def across_streams(self, body: tree.Body) -> tree.Body:
         """Adds turns to a body that is not in a stream block. A turn is a wait for the event, communications, and a record."""
@@ -93,8 +97,7 @@ class _Turns:
         alone = body[first]
         if first == last and alone.condition_of_body:  # The turn is inside, because a branch without communication need not wait.
             return (*body[:first], tree.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
-        ranks = [rank for k in places if (mesh := body[k].ranks) for rank in mesh.all_ranks]
-        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # A rank need not wait for instructions of other ranks.
+        if tree.are_on_disjoint_ranks([body[k] for k in places]):  # A rank need not wait for instructions of other ranks.
             return tuple(tree.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)

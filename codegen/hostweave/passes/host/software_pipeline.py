@@ -1,21 +1,21 @@
 """Software pipelining: issues the first communication of an iteration before the later communications of the previous iteration.
 
-    for %i in 0..4 {                                  for %j in 0..5 {
-      stream ring[%i] {                                 if %j < 4 {
-        all_gather %x_i -> %xg_i on dp                    stream ring[%j] { all_gather %x_j -> %xg_j on dp }
-        matmul %xg_i, %w -> %h_i                        }
-        all_reduce sum %h_i -> %y_i on tp    becomes    if %j > 0 {
-      }                                                   %i = %j - 1
-    }                                                     stream ring[%i] {
-                                                            matmul %xg_i, %w -> %h_i
-                                                            all_reduce sum %h_i -> %y_i on tp
-                                                          }
+    for %i in 0..4 {                                  stream ring[0] { all_gather %x_first -> %xg_first on dp }
+      stream ring[%i] {                               for %i in 0..4 {
+        all_gather %x_i -> %xg_i on dp                  if %i < 3 {
+        matmul %xg_i, %w -> %h_i                          stream ring[%i + 1] { all_gather %x_next -> %xg_next on dp }
+        all_reduce sum %h_i -> %y_i on tp    becomes    }
+      }                                                 stream ring[%i] {
+    }                                                     matmul %xg_i, %w -> %h_i
+                                                          all_reduce sum %h_i -> %y_i on tp
                                                         }
                                                       }
 
 Communications on different channels run in the order of issue (`serialize_channels`). In the new order, the all_gather of an iteration
 overlaps with the computation of the previous iteration. The order on each stream, and of each kind of operation on a channel, does not
 change.
+
+First, a loop with separate work for disjoint ranks becomes one loop for each mesh.
 """
 
 from collections import deque
@@ -24,6 +24,7 @@ from itertools import pairwise
 
 from hostweave.base.errors import ProgramError
 from hostweave.base.names import claim_unique
+from hostweave.base.unchanged import replaced
 from hostweave.check.channel_order import unordered_instructions
 from hostweave.check.happens_before import order, run
 from hostweave.check.match_collectives import match_communications
@@ -31,18 +32,38 @@ from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import names_in, renamed
-from hostweave.host_ir.expr import Var, binary
+from hostweave.host_ir.expr import Const, Coordinate, Expr, Var, leaves
 from hostweave.options import Options
 
 NAMES = ("view", "index")  # instructions with these roles may be duplicated
 
 
 def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    program = replaced(program, body=tree.rewrite(program.body, _by_ranks))
     if not any(_on_streams(i, program) for i in tree.walk(program.body)) or not (in_turn := unordered_instructions(program)):
         return program
     ahead = _Ahead(program, in_turn)
     pipelined = replace(program, body=tree.rewrite(program.body, ahead.loop))
     return pipelined if ahead.changed and _terminates(pipelined) else program
+
+
+def _by_ranks(loop: tree.Instruction) -> tree.Body | None:
+    """Splits a loop over a stream block with `on` bodies if no rank executes two of them. Coordinates in an `on` body refer to its mesh, so
+    the rest of the loop may not use coordinates."""
+    if loop.trips is None or not tree.names(block := tree.bodies(loop)[0][-1], "stream"):
+        return None
+    before, (body,) = tree.bodies(loop)[0][:-1], tree.bodies(block)
+    parts, others = [i for i in body if i.ranks], [*before, *(i for i in body if not i.ranks)]
+    has_coordinates = any(isinstance(leaf, Coordinate) for i in others for expr in tree.expressions(i) for leaf in leaves(expr))
+    if len(parts) < 2 or has_coordinates or not all(map(_only_names, others)) or not tree.are_on_disjoint_ranks(parts):
+        return None
+
+    def alone(part: tree.Instruction) -> tree.Instruction:
+        own = tuple(inner for i in body if i is part or not i.ranks for inner in (tree.bodies(i)[0] if i is part else (i,)))
+        needed = tree.eliminate_dead_code((*before, tree.with_bodies(block, lambda _: own)), NAMES)
+        return tree.with_bodies(part, lambda _: (tree.with_bodies(loop, lambda _: needed),))
+
+    return tuple(map(alone, parts))
 
 
 def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
@@ -73,31 +94,19 @@ class _Ahead:
         self.taken = names_in(program)
         self.changed = False
 
-    def loop(self, i: tree.Instruction) -> ir.For | None:
+    def loop(self, i: tree.Instruction) -> tree.Body | None:
         if not (found := _on_streams(i, self.program)):
             return None
         (loop, block), before = found, found[0].body[:-1]
         if any(i.orders or tree.names(i, "call") for i in tree.walk(loop.body)) or (halves := self.halves(block.body)) is None:
             return None
         self.changed = True
-        index, count = self.index(loop.out), int(loop.count)
-        first = (*before, replace(block, body=halves[0]))
-        then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves[1]))
-        steps = (
-            ir.If(Var(index).less(count), self.copied_for(tree.eliminate_dead_code(first, NAMES), loop.out, index), location=loop.location),
-            ir.If(binary(">", Var(index), 0), tree.eliminate_dead_code(then, NAMES), location=loop.location),
-        )
-        return replace(loop, out=index, count=loop.count + 1, body=steps)
+        index, last = Var(loop.out), int(loop.count) - 1
+        ahead, rest = (tree.eliminate_dead_code((*before, replace(block, body=half)), NAMES) for half in halves)
+        following = ir.If(index.less(last), self.copied_for(ahead, loop.out, index + 1, "next"), location=loop.location)
+        return (*self.copied_for(ahead, loop.out, Const(0), "first"), replace(loop, body=(following, *rest)))
 
     def halves(self, body: tree.Body) -> _Halves | None:
-        ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
-        if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
-            return self.cut(body)
-        cuts = [(i, self.cut(tree.bodies(i)[0]) if i.ranks else None) for i in body]
-        parts = [tuple(_half(i, halves, part) for i, halves in cuts if halves or part or not i.ranks) for part in (0, 1)]
-        return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
-
-    def cut(self, body: tree.Body) -> _Halves | None:
         """Splits before the first computation between two communications. None if no split is possible."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
@@ -108,20 +117,11 @@ class _Ahead:
             return None
         return first, (*filter(_only_names, first), *then)
 
-    def index(self, beside: str) -> str:
-        return claim_unique(next((letter for letter in "ijkl" if letter not in self.taken), beside), self.taken)
-
-    def copied_for(self, body: tree.Body, old: str, new: str) -> tree.Body:
-        """Copies a body for another index, with new names."""
-        names = {old: new}
-        for i in tree.walk(body):
-            for name in tree.names(i, "define", "index"):
-                names[name] = claim_unique(f"{name.removesuffix(f'_{old}')}_{new}", self.taken)
-        return renamed(body, names)
-
-
-def _half(i: tree.Instruction, halves: _Halves | None, part: int) -> tree.Instruction:
-    return tree.with_bodies(i, lambda _: halves[part]) if halves else i
+    def copied_for(self, body: tree.Body, index: str, value: Expr, word: str) -> tree.Body:
+        """Copies a body for one value of the loop index, with new names that end in `word`."""
+        old = [name for i in tree.walk(body) for name in tree.names(i, "define", "index")]
+        names = {name: claim_unique(f"{name.removesuffix(f'_{index}')}_{word}", self.taken) for name in old}
+        return renamed(body, names, {index: value})
 
 
 def _only_names(i: tree.Instruction) -> bool:
