@@ -59,16 +59,16 @@ class Emitter:
         self.in_group = False
         self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
         self.comments: list[str] = []  # comments with source lines that were printed last
-        self.others = _other_names(program)
+        self.others, self.short_names = _other_names(program), _short_names(program)
         self.arguments = _arguments(program)
         self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> group and index of the tensor
         self.windows: set[str] = set()  # temporaries in a window
 
-    def body(self, body: tree.Body) -> str:
-        """C++ of a body, with the user's source lines as comments."""
-        return "".join(f"{comments}{code}" for comments, code in self.commented(body))
+    def body(self, body: tree.Body, ends_scope: bool = True) -> str:
+        """C++ of a body, with the user's source lines as comments. If `ends_scope`, the C++ scope ends with the body."""
+        return "".join(f"{comments}{code}" for comments, code in self.commented(body, ends_scope))
 
-    def commented(self, body: tree.Body) -> Iterator[tuple[str, str]]:
+    def commented(self, body: tree.Body, ends_scope: bool = True) -> Iterator[tuple[str, str]]:
         body = _joined(body)
         for number, i in enumerate(body):
             follows = tree.names(i, "join", "record")  # A join or record belongs to the instructions before it.
@@ -76,7 +76,7 @@ class Emitter:
             before, self.comments = self.comments, lines or self.comments
             continued = len(before) if self.comments[: len(before)] == before else 0  # number of lines that are printed already
             shown = "".join(f"{comment}\n" for comment in self.comments[continued:])
-            code = self.instruction(i, last=i is body[-1])
+            code = self.instruction(i, last=ends_scope and i is body[-1])
             if code:
                 yield shown, code
             else:
@@ -120,6 +120,9 @@ class Emitter:
     def text(self, name: str) -> str:
         self.used.add(self.buffers[name].root)
         return self.buffers[name].text
+
+    def local(self, name: str) -> str:
+        return self.names.of(self.short_names.get(name, name))
 
     def texts(self, names: Sequence[str]) -> list[str]:
         return [self.text(name) for name in names]
@@ -214,7 +217,7 @@ class Emitter:
         if i.out in self.arguments:
             self.buffers[i.out] = replace(source, text=f"{base} + {offset}", type=out)
             return ""
-        self.buffers[i.out] = replace(source, text=self.names.of(i.out), type=out)
+        self.buffers[i.out] = replace(source, text=self.local(i.out), type=out)
         return lay_out("view", const=source.read_only, name=self.text(i.out), base=base, offset=offset)
 
     def emit_choose(self, i: ir.Choose) -> str:
@@ -224,7 +227,7 @@ class Emitter:
             return ""
         src, other = self.text(i.src), self.text(i.other)
         read_only = self.buffers[i.src].read_only or self.buffers[i.other].read_only
-        self.buffers[i.out] = replace(self.buffers[i.other], text=self.names.of(i.out), read_only=read_only)
+        self.buffers[i.out] = replace(self.buffers[i.other], text=self.local(i.out), read_only=read_only)
         return lay_out("choose", const=read_only, name=self.text(i.out), condition=self.expr(condition), src=src, other=other)
 
     # --- compute ---
@@ -471,6 +474,7 @@ class Emitter:
             self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{i.mesh.label}", f"coordinate in {i.mesh}")
         with self.integers.on(i.mesh):
             body = self.body(i.body)
+        self.comments = []  # The comments in the body do not belong to later instructions.
         return lay_out("branch", condition=flag, body=body) if body else ""
 
 
@@ -500,6 +504,29 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
         if (root := roots.of(name)) != name:
             found.setdefault(root, []).append(name)
     return found
+
+
+def _short_names(program: ir.HostProgram) -> dict[str, str]:
+    """Maps a name such as `x_i_2` to `x_i` if the C++ scopes of the two names are disjoint."""
+    scopes: dict[str, list[tuple[int, ...]]] = {
+        p.name: [()] for p in (*program.inputs, *program.outputs)
+    }  # a scope begins with its outer scope
+
+    def define(body: tree.Body, scope: tuple[int, ...]) -> None:
+        for number, i in enumerate(body):
+            for name in tree.names(i, "define", "index"):
+                scopes.setdefault(name, []).append(scope)
+            for inner in tree.bodies(i):
+                define(inner, scope if i.ranks else (*scope, number))
+
+    define(program.body, ())
+    result: dict[str, str] = {}
+    for name, own in list(scopes.items()):
+        base = re.sub(r"_\d+$", "", name)
+        if base != name and all(a[: len(b)] != b[: len(a)] for a in own for b in scopes.get(base, [()])):
+            result[name] = base
+            scopes[base] += own
+    return result
 
 
 def _arguments(program: ir.HostProgram) -> set[str]:

@@ -88,7 +88,7 @@ class ProgramSources:
         self.functions = tuple(EmittedFunction(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)
         with integers.noting() as used:
-            self.body = emitter.body(program.body)
+            self.body = emitter.body(program.body, ends_scope=False)
         self.inputs = inputs_of(flat, emitter)
         self.checks = checks_of(self.inputs, context)
         self.outputs = tuple(argument(program, p, emitter, {*sizes, *depths}) for p in program.outputs)
@@ -166,7 +166,8 @@ class ProgramSources:
         """Members of the C++ class in order of construction: type, name, constructor arguments, comment."""
         context, windows = self.context, ", ".join(f"&{channel}" for channel in self.window_channels)
         calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "peers access this memory"
-        flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for flag, mesh in context.flags.values()]
+        by_ranks = sorted(context.flags.values(), key=lambda known: tuple(known[1].all_ranks))
+        flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for flag, mesh in by_ranks]
         return [
             *(("const bool", flag, is_in, f"this rank is in {mesh}") for flag, is_in, mesh in flags),
             *(("const hw::Channel&", channel.member, _lookup(channel), _ranks_of(channel)) for channel in self.channels),

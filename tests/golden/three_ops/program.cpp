@@ -57,9 +57,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     auto* b_i = a_ + i * (M / 3 * N);
-    const auto* x_i_2 = x + i * (M / 3 * N);
+    const auto* x_i = x + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3 * N);
-    HW_CHECK(hw::launch_pdl(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, b_i, x_i_2, y_i, M, N));
+    HW_CHECK(hw::launch_pdl(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, b_i, x_i, y_i, M, N));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -66,6 +66,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     // pipeline.py:18  arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")
     HW_CHECK(ncclSend(h_, N * M_x_of_ranks_0_1, ncclBfloat16, rank + 2, channel_x_.comm(), caller));
   }
+  // pipeline.py:18  arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")
   if (on_ranks_2_3_) {
     HW_CHECK(ncclRecv(arrived_, N * M_x_of_ranks_2_3, ncclBfloat16, rank - 2, channel_x_.comm(), caller));
     // pipeline.py:19  return hw.matmul(arrived, w2)

@@ -7,8 +7,8 @@ namespace programs::two_stages_streamed {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      on_ranks_2_3_(rank.index() >= 2),
       on_ranks_0_1_(rank.index() < 2),
+      on_ranks_2_3_(rank.index() >= 2),
       channel_x_of_ranks_0_1_(on_ranks_0_1_ ? rank.channel("mesh(x=2 of ranks 0, 1)", "x", 2) : hw::kNoChannel),
       channel_x_(rank.channel(kMesh, "x", 4)),
       channel_x_of_ranks_2_3_(on_ranks_2_3_ ? rank.channel("mesh(x=2 of ranks 2, 3)", "x", 2) : hw::kNoChannel),
@@ -100,6 +100,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
     }
   }
+  // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)
   if (on_ranks_2_3_) {
     {
       const hw::Stream stream = ring_[0];

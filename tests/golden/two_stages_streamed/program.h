@@ -65,8 +65,8 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const bool on_ranks_2_3_;                    // this rank is in mesh(x=2 of ranks 2, 3)
   const bool on_ranks_0_1_;                    // this rank is in mesh(x=2 of ranks 0, 1)
+  const bool on_ranks_2_3_;                    // this rank is in mesh(x=2 of ranks 2, 3)
   const hw::Channel& channel_x_of_ranks_0_1_;  // 2 ranks along x of mesh(x=2 of ranks 0, 1)
   const hw::Channel& channel_x_;               // 4 ranks along x
   const hw::Channel& channel_x_of_ranks_2_3_;  // 2 ranks along x of mesh(x=2 of ranks 2, 3)

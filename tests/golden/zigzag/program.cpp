@@ -135,11 +135,13 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // attention_cases.py:40  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
   HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_before_joined_, dk_pieces_, S));
   HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_before_joined_, dv_pieces_, S));
-  HW_CHECK(ncclGroupStart());
-  const hw::CloseGroupOnError guard;
-  HW_CHECK(ncclReduceScatter(dk_pieces_, dk, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
-  HW_CHECK(ncclReduceScatter(dv_pieces_, dv, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
-  HW_CHECK(ncclGroupEnd());
+  {
+    HW_CHECK(ncclGroupStart());
+    const hw::CloseGroupOnError guard;
+    HW_CHECK(ncclReduceScatter(dk_pieces_, dk, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
+    HW_CHECK(ncclReduceScatter(dv_pieces_, dv, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
+    HW_CHECK(ncclGroupEnd());
+  }
   HW_CHECK(arena_.end_call(caller));
 }
 
