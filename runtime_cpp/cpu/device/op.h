@@ -20,7 +20,7 @@ struct Capture;
 
 // --- vector clocks: order of points on streams and host threads
 
-// One counter per actor. A actor is a stream, or the host thread of a device. A missing counter is zero.
+// One counter per actor. An actor is a stream, or the host thread of a device. A missing counter is zero.
 class Clock {
  public:
   std::uint32_t at(std::size_t actor) const { return actor < counters_.size() ? counters_[actor] : 0; }
