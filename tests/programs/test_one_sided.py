@@ -108,6 +108,26 @@ def test_blocks_are_sent_one_after_another() -> None:
     assert "streams(ring[1], puts[1])" in str(lower(fusion_of("matmul_rs_put", 4, 3, hw.bf16), Options()))
 
 
+@pytest.mark.parametrize(("src", "other"), [("x", "u"), ("u", "x")])
+def test_a_put_of_one_of_two_buffers(src: str, other: str) -> None:
+    """NCCL's put needs a source in a window. %x is in no window."""
+    host = HostProgram.parse(f"""\
+host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) channels(x: x one_sided) {{
+  %w = allocate_window f32[M/2, 4]
+  %u = allocate_window f32[M/2, 4]
+  copy %x -> %u
+  %s = choose %{src} if rank.x == 0 else %{other}
+  signal 0 at 1 - rank.x that %w is free on x
+  wait_signal 0 from 1 - rank.x until %w is free on x
+  put %s -> %w at 1 - rank.x signal 0 on x
+  wait_signal 0 from 1 - rank.x until %w is written on x
+  copy %w -> %y
+}}
+""")
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    np.testing.assert_array_equal(hw.compile(host).run(x=x), np.roll(x, 2, 0))
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

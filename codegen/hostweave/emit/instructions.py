@@ -39,6 +39,7 @@ class OperandBuffer:
     type: BufferType
     root: str
     read_only: bool
+    in_window: bool = False  # True for memory in a window of the program's arena
 
 
 class Emitter:
@@ -62,7 +63,6 @@ class Emitter:
         self.others, self.short_names = _other_names(program), _short_names(program)
         self.arguments = _arguments(program)
         self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> group and index of the tensor
-        self.windows: set[str] = set()  # temporaries in a window
 
     def body(self, body: tree.Body, ends_scope: bool = True) -> str:
         """C++ of a body, with the user's source lines as comments. If `ends_scope`, the C++ scope ends with the body."""
@@ -161,28 +161,26 @@ class Emitter:
         return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
     def lie_in_windows(self, *names: str) -> bool:
-        return all(self.buffers[name].root in self.windows for name in names)
+        return all(self.buffers[name].in_window for name in names)
 
     # --- memory and views ---
 
     def emit_allocate(self, i: ir.Allocate) -> str:
         """Declares a temporary as a member. If each stream has a copy, also declares a pointer to the copy of the current stream."""
         begin = next(self.begins)
-        if i.in_window:
-            self.windows.add(i.out)
         member = self.members.of(f"{self.function}_{i.out}" if self.function else i.out, f"buffer {len(self.temporaries)}")
         others = "".join(f", also {other}" for other in self.others.get(i.out, ()))
         pointer, comment = f"{i.type.dtype.cpp}*", f"{i.type}{others}"
         if begin.place.stream is None:
             self.temporaries[begin] = self.temporary(i, f"{pointer} {member} = nullptr", member, comment)
-            self.buffers[i.out] = OperandBuffer(member, i.type, i.out, read_only=False)
+            self.buffers[i.out] = OperandBuffer(member, i.type, i.out, False, i.in_window)
             return ""
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
         count = next(streams.count for streams in self.program.streams if streams.name == stream)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one per stream"
         self.temporaries[begin] = self.temporary(i, declaration, member, comment, pool)
-        self.buffers[i.out] = OperandBuffer(name, i.type, i.out, read_only=False)
+        self.buffers[i.out] = OperandBuffer(name, i.type, i.out, False, i.in_window)
         least, greatest = self.integers.range(index)
         if least is None or least < 0 or greatest is None or greatest >= count:
             index = index % count
@@ -227,7 +225,8 @@ class Emitter:
             return ""
         src, other = self.text(i.src), self.text(i.other)
         read_only = self.buffers[i.src].read_only or self.buffers[i.other].read_only
-        self.buffers[i.out] = replace(self.buffers[i.other], text=self.local(i.out), read_only=read_only)
+        in_window = self.lie_in_windows(i.src, i.other)
+        self.buffers[i.out] = replace(self.buffers[i.other], text=self.local(i.out), read_only=read_only, in_window=in_window)
         return lay_out("choose", const=read_only, name=self.text(i.out), condition=self.expr(condition), src=src, other=other)
 
     # --- compute ---
