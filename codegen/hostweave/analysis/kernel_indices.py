@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from hostweave.base.unchanged import fact
 from hostweave.fusion_ir.index_map import ONE, Labels
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.host_ir import tree
-from hostweave.host_ir.ir import Function, Kernel, Parameter
+from hostweave.host_ir.ir import Function, Kernel, Parameter, analysis
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -54,16 +55,20 @@ class Iteration:
 
 
 def iteration(kernel: Kernel) -> Iteration:
-    """Index space of a kernel, cached on the kernel. Raises NotOneKernel if one kernel cannot compute the ops."""
-    if "_iteration" not in kernel.__dict__:
-        try:
-            kernel.__dict__["_iteration"] = _iteration(kernel)
-        except NotOneKernel as reason:
-            kernel.__dict__["_iteration"] = str(reason)
-    found: Iteration | str = kernel.__dict__["_iteration"]
+    """Index space of a kernel. Raises NotOneKernel if one kernel cannot compute the ops."""
+    found = _index_space(kernel)
     if isinstance(found, str):
         raise NotOneKernel(found)
     return found
+
+
+@analysis
+def _index_space(kernel: Kernel) -> Iteration | str:
+    """Index space of a kernel, or the reason why one kernel cannot compute the ops."""
+    try:
+        return _iteration(kernel)
+    except NotOneKernel as reason:
+        return str(reason)
 
 
 class _Dims:
@@ -199,14 +204,9 @@ def _labelled(
 
 
 def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
-    """Lists of dims that share one index of the op, and a map from each value to its dim without a loop. Cached on the op, because
-    `fuse_kernels` analyses each op in many kernels."""
-    operands = [types[name] for name in op.tensors]
-    known = op.__dict__.get("_joined")
-    if known is None or known[0] != operands:
-        known = op.__dict__["_joined"] = operands, _joined_dims(op, types)
-    found: tuple[list[list[DimOfValue]], dict[str, int]] = known[1]
-    return found
+    """Lists of dims that share one index of the op, and a map from each value to its dim without a loop. Cached, because `fuse_kernels`
+    analyses each op in many kernels."""
+    return fact(op, _joined_dims, [types[name] for name in op.tensors], _joined_dims, op, types)
 
 
 def _joined_dims(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:

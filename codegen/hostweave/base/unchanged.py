@@ -1,6 +1,6 @@
-"""Keeps objects that do not change, so that cached analyses stay valid and comparisons are fast."""
+"""Keeps objects that do not change, so that facts about them stay valid and comparisons are fast. The facts are cached in the objects."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,15 @@ def is_same(old: Any, new: Any) -> bool:
     if not isinstance(old, tuple) or not isinstance(new, Sequence) or len(old) != len(new):
         return False
     return all(one is other for one, other in zip(old, new, strict=True))
+
+
+def fact(node: object, key: object, given: object, compute: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Returns `compute(*args, **kwargs)`, a fact about an object that does not change. Computes it again only if `given` has changed."""
+    known = node.__dict__.get("_facts") or node.__dict__.setdefault("_facts", {})
+    found: tuple[object, T] | None = known.get(key)
+    if found is None or found[0] != given:
+        found = known[key] = given, compute(*args, **kwargs)
+    return found[1]
 
 
 def replaced(node: T, **fields: Any) -> T:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hostweave.base.errors import Location, ProgramError
+from hostweave.base.unchanged import fact
 from hostweave.fusion_ir.ir import CHUNKINGS, MAX_STEPS, ROTATIONS, ChunkLoop, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, EACH, INDEX, LAGGED, SOURCES, VALUE
@@ -66,10 +67,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 def _once(verify: Callable[..., None], op: Op, types: dict[str, TensorType], *context: object) -> None:
     """Verifies an op, unless the op has passed with equal operand types and context. Then defines its result."""
-    passed = verify, [types.get(name) for name in op.tensors], context
-    if op.__dict__.get("_passed") != passed:
-        verify(op, types, *context)
-        op.__dict__["_passed"] = passed
+    fact(op, verify, ([types.get(name) for name in op.tensors], context), verify, op, types, *context)
     _define(op.result, types, op.location)
 
 

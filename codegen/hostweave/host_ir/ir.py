@@ -15,6 +15,7 @@ from html import escape
 from typing import Concatenate, ParamSpec, TypeVar
 
 from hostweave.base.signatures import checked
+from hostweave.base.unchanged import fact
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
@@ -182,14 +183,10 @@ P = ParamSpec("P")
 
 
 def analysis(compute: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorator of an analysis of a program or a fusion. Caches the result in the program. Callers must not modify the result."""
+    """Decorator of an analysis of a program, fusion or kernel. Caches the result there. Callers must not modify the result."""
 
     def once(program: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
-        key = compute, args, tuple(kwargs.items())
-        if key not in known:
-            known[key] = compute(program, *args, **kwargs)
-        return known[key]
+        return fact(program, (compute, args, *kwargs.items()), None, compute, program, *args, **kwargs)
 
     return once
 
