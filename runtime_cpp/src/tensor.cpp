@@ -45,6 +45,18 @@ bool fits(const Shape& shape, const Shape& expected) {
   return true;
 }
 
+int64_t elements(const Shape& shape) {
+  int64_t count = 1;
+  for (int i = 0; i < shape.ndim; ++i) count *= shape[i];
+  return count;
+}
+
+void expect_data(const Name& name, const Tensor& tensor) {
+  if (tensor.data || elements(tensor.shape) == 0) return;
+  throw ArgumentError(text_of(name) + ": the data pointer is null, but " + type_name(dtype_name(tensor.dtype), tensor.shape) +
+                      " has elements; pass the address of memory on device " + std::to_string(tensor.device));
+}
+
 }  // namespace
 
 std::string text_of(const Name& name) { return name.text + (name.number < 0 ? "" : std::to_string(name.number)) + name.suffix; }
@@ -65,18 +77,14 @@ void Tensor::expect(const Name& name, cudaDataType_t expected_dtype, const Shape
     throw ArgumentError(text_of(name) + ": expected on device " + std::to_string(expected_device) + ", got device " +
                         std::to_string(device));
   }
-}
-
-static int64_t elements(const Shape& shape) {
-  int64_t count = 1;
-  for (int i = 0; i < shape.ndim; ++i) count *= shape[i];
-  return count;
+  expect_data(name, *this);
 }
 
 cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& output, cudaStream_t caller) {
   if (output.dtype != donated.dtype || elements(output.shape) != elements(donated.shape) || output.device != donated.device) {
     output.expect(name, donated.dtype, donated.shape, donated.device);
   }
+  expect_data(name, output);
   if (donated.data == output.data) return cudaSuccess;
   const size_t bytes = dtypes().at(output.dtype).bytes * static_cast<size_t>(elements(output.shape));
   return bytes == 0 ? cudaSuccess : cudaMemcpyAsync(output.data, donated.data, bytes, cudaMemcpyDeviceToDevice, caller);

@@ -135,7 +135,10 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
   outputs_ = program_.calls.outputs.in<std::vector<Tensor>>();
   for (std::vector<Tensor>* tensors : {&inputs_, &outputs_}) {
-    for (Tensor& tensor : *tensors) tensor.device = member_.rank().device();
+    for (Tensor& tensor : *tensors) {
+      tensor.device = member_.rank().device();
+      tensor.data = this;  // `prepare` accesses no data, but refuses null pointers
+    }
   }
 }
 

@@ -51,6 +51,10 @@ hw_status guarded(void (*work)(void*), void* closure) {
   }
 }
 
+void expect_pointer(const void* pointer, const char* name) {
+  if (!pointer) throw ArgumentError(std::string(name) + ": the pointer is null; pass the address of an object");
+}
+
 Tensor tensor(const hw_tensor& given) {
   return {.data = given.data,
           .dtype = cudaDataType_t(given.dtype),
@@ -67,6 +71,7 @@ hw_shape shape(const Shape& given) {
 
 }  // namespace hw::c
 
+using hw::c::at;
 using hw::c::guarded;
 
 const char* hw_last_error() { return hw::c::last_error.c_str(); }
@@ -81,15 +86,15 @@ hw_status hw_new_id(hw_id* id) {
   return guarded([&] {
     ncclUniqueId made;
     HW_CHECK(ncclGetUniqueId(&made));
-    std::memcpy(id, &made, sizeof made);
+    std::memcpy(&at(id, "id"), &made, sizeof made);
   });
 }
 
 hw_status hw_world_create(const hw_id* id, int device, int rank, int size, hw_world** world) {
   return guarded([&] {
     ncclUniqueId given;
-    std::memcpy(&given, id, sizeof given);
-    *world = new hw_world{.world = {given, device, rank, size}};
+    std::memcpy(&given, &at(id, "id"), sizeof given);
+    at(world, "world") = new hw_world{.world = {given, device, rank, size}};
   });
 }
 

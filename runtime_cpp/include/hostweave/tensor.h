@@ -41,7 +41,7 @@ struct Name {
 };
 
 struct Tensor {
-  void* data = nullptr;
+  void* data = nullptr;  // null only if the tensor has no elements
   cudaDataType_t dtype = CUDA_R_32F;
   Shape shape;
   int device = 0;
@@ -55,14 +55,14 @@ struct Tensor {
     return static_cast<T*>(data);
   }
 
-  // Throws ArgumentError if the dtype, shape or device is wrong. `name` and `type` are for the message. `type` has the names of
-  // the dims, such as "bf16[M/8, K]". `type` may be null if no dim has a name.
+  // Throws ArgumentError if the dtype, shape, device or data pointer is wrong. `name` and `type` are for the message. `type` has
+  // the names of the dims, such as "bf16[M/8, K]". `type` may be null if no dim has a name.
   void expect(const Name& name, cudaDataType_t expected_dtype, const Shape& expected_shape, int expected_device,
               const char* type = nullptr) const;
 };
 
 // Copies a donated input to its output, unless they are the same array. Throws ArgumentError unless the output has the input's
-// dtype, device and number of elements.
+// dtype, device and number of elements, and memory for them.
 cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& output, cudaStream_t caller);
 
 // Throws ArgumentError unless `divisor` divides the size.

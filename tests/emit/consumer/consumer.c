@@ -58,6 +58,7 @@ int main(int argc, char** argv) {
   project_outputs project_out;
   project_output_shapes project_shapes;
   float y[ROWS * WIDTH];
+  void* x;
   const int rank = argc == 4 ? atoi(argv[1]) : 0, ranks = argc == 4 ? atoi(argv[2]) : 1;
   FILE* file = NULL;
 
@@ -106,6 +107,29 @@ int main(int argc, char** argv) {
   hidden_in.x.dtype = HW_F32;
   hidden_in.x.shape.ndim = 9;
   expect(hidden_prepare(hidden, &hidden_in, &hidden_shapes), HW_ARGUMENT_ERROR, "9 dims");
+
+  hidden_in.x.shape.ndim = 2;
+
+  x = hidden_in.x.data;
+  hidden_in.x.data = NULL;
+  expect(hidden_prepare(hidden, &hidden_in, &hidden_shapes), HW_ARGUMENT_ERROR,
+         "x: the data pointer is null, but f32[2, 4] has elements");
+  expect(hidden_run(hidden, &hidden_in, &hidden_out, NULL), HW_ARGUMENT_ERROR, "pass the address of memory on device 0");
+  hidden_in.x.shape.dims[0] = 0; /* no elements */
+  CHECK(hidden_prepare(hidden, &hidden_in, &hidden_shapes));
+  hidden_out.y.data = NULL;
+  hidden_out.y.shape.dims[0] = 0;
+  CHECK(hidden_run(hidden, &hidden_in, &hidden_out, NULL));
+  hidden_in.x.data = x;
+  hidden_in.x.shape.dims[0] = hidden_out.y.shape.dims[0] = ROWS;
+  CHECK(hidden_prepare(hidden, &hidden_in, &hidden_shapes));
+  expect(hidden_run(hidden, &hidden_in, &hidden_out, NULL), HW_ARGUMENT_ERROR, "y: the data pointer is null");
+  expect(hidden_run(hidden, NULL, &hidden_out, NULL), HW_ARGUMENT_ERROR,
+         "in: the pointer is null; pass the address of an object");
+  expect(hidden_run(hidden, &hidden_in, NULL, NULL), HW_ARGUMENT_ERROR, "out: ");
+  expect(hidden_run(NULL, &hidden_in, &hidden_out, NULL), HW_ARGUMENT_ERROR, "program: ");
+  expect(hidden_create(NULL, &hidden), HW_ARGUMENT_ERROR, "world: ");
+  expect(hw_new_id(NULL), HW_ARGUMENT_ERROR, "id: ");
 
   CHECK(hidden_destroy(hidden));
   CHECK(project_destroy(project));

@@ -18,6 +18,15 @@ hw_status guarded(Work work) {
   return guarded([](void* closure) { (*static_cast<Work*>(closure))(); }, &work);
 }
 
+// Throws ArgumentError if the pointer `name` is null.
+void expect_pointer(const void* pointer, const char* name);
+
+template <class T>
+T& at(T* pointer, const char* name) {
+  expect_pointer(pointer, name);
+  return *pointer;
+}
+
 Tensor tensor(const hw_tensor& given);
 hw_shape shape(const Shape& given);
 

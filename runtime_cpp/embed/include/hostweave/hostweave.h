@@ -13,7 +13,7 @@ extern "C" {
 
 typedef enum hw_status {
   HW_OK = 0,
-  HW_ARGUMENT_ERROR = 1,  /* an array has the wrong dtype, shape or device; nothing was enqueued */
+  HW_ARGUMENT_ERROR = 1,  /* an argument is NULL, or an array has the wrong dtype, shape or device; nothing was enqueued */
   HW_EXECUTION_ERROR = 2, /* a CUDA, NCCL or cuBLASLt call failed, or the program is not prepared for these sizes */
   HW_CAPTURE_ERROR = 3,   /* the call could not be captured; the program remains usable */
   HW_OTHER_ERROR = 4      /* such as out of host memory */
@@ -47,9 +47,9 @@ typedef struct hw_shape {
   int64_t dims[HW_MAX_DIMS];
 } hw_shape;
 
-/* A contiguous array on a device, owned by the caller. */
+/* A contiguous array on a device, owned by the caller. A prepare does not access `data`. */
 typedef struct hw_tensor {
-  void* data;
+  void* data; /* NULL only if the array has no elements */
   hw_dtype dtype;
   hw_shape shape; /* local shape */
   int device;
