@@ -106,6 +106,10 @@ std::string Machine::deadlock_report() {
   return text;
 }
 
+std::string Machine::no_progress_report() {
+  return deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)";
+}
+
 std::string Machine::channels_report(const OpName& earlier, const OpName& later) const {
   return "missing dependency: nothing orders two communications of a rank over different channels, which can deadlock:\n  " +
          earlier.text() + " and\n  " + later.text();

@@ -58,7 +58,6 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
     await_turn(lock, me);
     return !failed_;
   }
-  const auto end = deadline();
   while (!failed_) {
     const std::vector<Candidate> all = choices(&me);
     if (all.empty()) {
@@ -70,10 +69,14 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
       hand_turn(nullptr);
       me.inside = false;
       waiting_.push_back(&me);
-      const bool woken = turn_free_.wait_until(
-          lock, end, [&] { return failed_ || (turn_ == nullptr && attached_.empty() && (me.ready() || !ready_.empty())); });
+      const auto is_over = [&] { return failed_ || (turn_ == nullptr && attached_.empty() && (me.ready() || !ready_.empty())); };
+      const auto progress = [&] { return picker->steps() + progress_; };
+      std::uint64_t seen = progress();
+      while (!turn_free_.wait_until(lock, deadline(), is_over)) {
+        if (seen == progress() && running_ == 0) fail(no_progress_report());
+        seen = progress();
+      }
       me.inside = true;
-      if (!woken) fail(deadlock_report() + "\n  (this wait has lasted " + std::to_string(config.timeout_seconds) + " seconds)");
       std::erase(waiting_, &me);
       if (failed_) return false;
       turn_ = &me;

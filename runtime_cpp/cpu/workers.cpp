@@ -75,7 +75,7 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
     if (me.wake.wait_until(lock, end) == std::cv_status::no_timeout) continue;
     // There is no deadlock if work is running or some rank has made progress.
     if (seen == progress_ && running_ == 0 && ready_.empty() && !me.ready() && !failed_) {
-      fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
+      fail(no_progress_report());
     }
     seen = progress_;
     end = deadline();

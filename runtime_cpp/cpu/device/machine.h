@@ -142,6 +142,7 @@ class Machine {
   // --- reports
   const char* intern(std::string_view text) { return interned_.emplace(text).first->c_str(); }
   std::string deadlock_report();
+  std::string no_progress_report();
 
   std::mutex mutex;
   Memory memory;
