@@ -75,7 +75,13 @@ BODIES = {
     "%i = %j + 1": "text:2: @t: %i = %j + 1: %j is not a known index: define it above",
     "%i = rank.q": "text:2: @t: %i = rank.q: mesh(x=2) has no axis 'q': its axes are x",
     "%i = K": "text:2: @t: %i = K: K is not a size of any input or output; the sizes are M",
-    "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: the divisor may be 0: divide by a positive number or a size",
+    "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: the divisor may be 0 or negative: divide by a positive number or a size",
+    "%i = rank.x % -3": (
+        "text:2: @t: %i = rank.x % -3: rank.x % -3: the divisor may be 0 or negative: divide by a positive number or a size"
+    ),
+    "%i = rank.x / (0 - M)": (
+        "text:2: @t: %i = rank.x / (0 - M): rank.x / (0 - M): the divisor may be 0 or negative: divide by a positive number or a size"
+    ),
     "for %i in 0..K {\n}": "text:2: @t: for %i in 0..K: K is not a size of any input or output; the sizes are M",
     # memory and views
     "%b = allocate f32[K]": "text:2: @t: %b = allocate f32[K]: K is not a size of any input or output",
@@ -192,7 +198,9 @@ BODIES = {
     "%b = allocate f32[M, 4]\nall_reduce sum %x -> %b on x": (
         "text:3: @t: all_reduce sum %x -> %b on x: %b must hold 1 x %x: it has 4*M elements, not 2*M"
     ),
-    "all_reduce mul %x -> %y on x": ("text:2: @t: all_reduce mul %x -> %y on x: unknown reduction 'mul'; one of sum, prod, min, max, avg"),
+    "all_reduce mul %x -> %y on x": (
+        "text:2: @t: all_reduce mul %x -> %y on x: unknown reduction 'mul'; use one of sum, prod, min, max, avg"
+    ),
     "reduce_scatter sum %x -> %y on x": ("text:2: @t: reduce_scatter sum %x -> %y on x: %x must hold 2 x %y: it has 2*M elements, not 4*M"),
     "%b = allocate f32[4]\nbroadcast %b -> %y from 0 on x": (
         "text:3: @t: broadcast %b -> %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"

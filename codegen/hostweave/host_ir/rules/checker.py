@@ -9,7 +9,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_ops
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import channels_of, events_of
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
+from hostweave.host_ir.expr import Binary, Coordinate, Expr, Rank, Symbol, Var, leaves, range_of
 from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
@@ -190,10 +190,10 @@ class Checker:
     def divisors(self, expr: Expr) -> None:
         if not isinstance(expr, Binary):
             return
-        if expr.op in ("/", "%") and (
-            expr.right == Const(0) or any(isinstance(leaf, Var | Coordinate | Rank) for leaf in leaves(expr.right))
-        ):
-            self.fail(f"{expr}: the divisor may be 0: divide by a positive number or a size")
+        if expr.op in ("/", "%"):
+            _, largest = range_of(expr.right, {}, self.mesh)
+            if (largest is not None and largest < 1) or any(isinstance(leaf, Var | Coordinate | Rank) for leaf in leaves(expr.right)):
+                self.fail(f"{expr}: the divisor may be 0 or negative: divide by a positive number or a size")
         self.divisors(expr.left)
         self.divisors(expr.right)
 
