@@ -112,7 +112,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh": (lambda: hw.Mesh(4), "Mesh(4): the axes have no names; write hw.Mesh(x=4)"),
     "mesh of two": (lambda: hw.Mesh((2, 4)), "write hw.Mesh(x=2, y=4)"),
     "options": (lambda: hw.Options(stream=4), "has no parameter 'stream'; did you mean streams?"),
-    "option": (lambda: hw.Options(foo=4), "Options: Options has no parameter 'foo'; one of streams, check, sizes, "),
+    "option": (lambda: hw.Options(foo=4), "Options: Options has no parameter 'foo'; use one of streams, check, sizes, "),
     "zeros": (lambda: hw.zeros(3), "zeros: no function is being traced; call it in the function of an hw.fusion"),
     "like": (lambda: hw.zeros_like, "hw.zeros_like: hostweave has no zeros_like; use hw.zeros(x.shape, x.dtype)"),
     "eye": (lambda: hw.eye, "use hw.arange(n)[:, None] == hw.arange(n)[None, :]"),
@@ -133,7 +133,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: LEFT[0] + 1,
         "add: the function that made the tensor f32[M@x, K] has returned; use the tensor in the function, or use the result of run",
     ),
-    "init": (lambda: hw.init(rank=0), "has no parameter 'rank'; one of provider, group, timeout, call_timeout, device"),
+    "init": (lambda: hw.init(rank=0), "has no parameter 'rank'; use one of provider, group, timeout, call_timeout, device"),
     "compile": (lambda: hw.compile(PRODUCT.compiled.given, streams=2), "has no parameter 'streams'"),
 }
 

@@ -90,7 +90,7 @@ def test_demo_of_a_wrong_result(capsys: Captured, tmp_path: Path, monkeypatch: p
 
 def test_demo_of_an_unknown_program(capsys: Captured) -> None:
     message = mistake_of(capsys, "demo", "--program", "nothing")
-    assert message.startswith("demo: no program 'nothing'; one of allgather, allreduce, ")
+    assert message.startswith("demo: no program 'nothing'; use one of allgather, allreduce, ")
 
 
 # --- inspect ----------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_inspect_finds_the_examples_of_the_package(capsys: Captured, tmp_path: P
 def test_inspect_shows_one_file(capsys: Captured) -> None:
     assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "program.h") == golden_source("ag_matmul_p2p", "program.h")
     files = "program.hw, program.h, program.cpp, binding.cpp"
-    assert mistake_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "kernels.cu") == f"--only kernels.cu: no such file; one of {files}"
+    assert mistake_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "kernels.cu") == f"--only kernels.cu: no such file; use one of {files}"
 
 
 def test_inspect_shows_one_function(capsys: Captured) -> None:
@@ -142,7 +142,7 @@ def test_inspect_shows_one_function(capsys: Captured) -> None:
         assert len(re.findall(rf"@{name}\(", one.splitlines()[0])) == 1
         assert one.count("{") == one.count("}")
     mistake = mistake_of(capsys, "inspect", llama, "--after", "input", "--only", "nothing")
-    assert mistake == "--only nothing: no such function; one of layer, prefill"
+    assert mistake == "--only nothing: no such function; use one of layer, prefill"
     assert "-  %" in output_of(capsys, "inspect", llama, "--after", "all", "--only", "layer")
 
 
@@ -258,7 +258,7 @@ def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> Non
     assert mistake_of(capsys, "inspect", str(latin)) == f"{latin}: byte 0 is not UTF-8; {remedy}"
     assert mistake_of(capsys, "inspect", "missing.hw") == f"missing.hw: No such file or directory; {remedy}"
     assert mistake_of(capsys, "inspect", str(broken)) == f"{broken}:2: invalid syntax"
-    assert mistake_of(capsys, "inspect", str(text)).startswith(f"{text}: line 1, column 15: unknown dtype 'f33'; one of ")
+    assert mistake_of(capsys, "inspect", str(text)).startswith(f"{text}: line 1, column 15: unknown dtype 'f33'; use one of ")
     assert mistake_of(capsys, "inspect", str(empty)) == f"{empty}: defines no program; decorate a function with @hw.fusion"
     assert mistake_of(capsys, "inspect", f"{SEEDS}:nothing").startswith(
         f"{SEEDS}: no program 'nothing'; give {SEEDS}:NAME with one of allgather, "
@@ -280,7 +280,7 @@ def test_constants_that_cannot_be_set(capsys: Captured) -> None:
 
 def test_no_such_pass(capsys: Captured) -> None:
     stages = ", ".join(STAGES)
-    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; one of {stages}, all"
+    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; use one of {stages}, all"
 
 
 # --- timeline ---------------------------------------------------------------------------------------------------------

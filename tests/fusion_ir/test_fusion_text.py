@@ -83,7 +83,7 @@ ERRORS = [
     (
         "f32[M@x, K] =",
         "f33[M@x, K] =",
-        "line 2, column 7: unknown dtype 'f33'; one of f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool",
+        "line 2, column 7: unknown dtype 'f33'; use one of f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool",
     ),
     ("K] = neg", "K] stream(N) = neg", "line 2, column 26: f32[M@x, K] has no dim named N"),
     ("}\n", "", "line 4, column 1: expected '}', found the end of the text: is it complete?"),

@@ -94,7 +94,7 @@ def test_use_before_definition_and_unknown_ops_without_text() -> None:
     fusion = Fusion.parse(text("%h: f32[8, 4] = negative(%x)\n%y: f32[8, 4] = exp(%h)"))
     with pytest.raises(ProgramError, match=r"text:3: exp: %h is used before it is defined; define it above$"):
         verify_fusion(replace(fusion, body=fusion.ops[::-1]))
-    with pytest.raises(ProgramError, match=r"text:2: unknown op 'frob'; one of add, subtract, "):
+    with pytest.raises(ProgramError, match=r"text:2: unknown op 'frob'; use one of add, subtract, "):
         verify_fusion(replace(fusion, body=(replace(fusion.ops[0], kind="frob"), *fusion.ops[1:])))
 
 

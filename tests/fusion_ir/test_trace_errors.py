@@ -409,7 +409,7 @@ ERRORS = {
     "stream chunking": (
         'return (-x).stream(0, chunking="slow")',
         {},
-        "4: stream: there is no chunking='slow'; one of by_shard, across_shards",
+        "4: stream: there is no chunking='slow'; use one of by_shard, across_shards",
     ),
     "stream of a merged dim": (
         'return hw.reshape(x, "M*K").stream(0)',

@@ -128,7 +128,7 @@ BAD_HOSTS = {
     host("all_to_all %x -> %y on x"): "channel x is not declared: add channels\\(x: ...\\) to the header; declared: none",
     CPU_DEVICE.replace(
         "mesh(x=2)", "mesh(x=2) channels(x: x by_pigeon)"
-    ): "line 1, column .*unknown transport 'by_pigeon'; one of one_sided, peer, two_sided",
+    ): "line 1, column .*unknown transport 'by_pigeon'; use one of one_sided, peer, two_sided",
     host("on mesh(x=2 of ranks 1, 7) {\n  }"): "mesh\\(x=2\\) has no rank 7",
     host("on mesh(x=2 of ranks 1, 1) {\n  }"): "name each rank once",
     host(

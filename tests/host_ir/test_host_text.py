@@ -187,7 +187,7 @@ ERRORS = {
     "host @t() -> () mesh(x=2) {\n  fork\n}": "line 3, column 1: expected a name, found '}'",
     "host @t() -> () mesh(x=2) {\n} more": "line 2, column 3: expected the end of the text, found 'more'",
     "host @t(%x: f99[M]) -> () mesh(x=2) {\n}": (
-        "line 1, column 13: unknown dtype 'f99'; one of f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool"
+        "line 1, column 13: unknown dtype 'f99'; use one of f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool"
     ),
     "host @t() -> () mesh(x=2) {\n  sned %x to 1 on x\n}": "line 2, column 3: unknown instruction 'sned'; did you mean send?",
     "host @t() -> () mesh(x=2) {\n  fill %x with red\n}": "line 2, column 16: expected a number",

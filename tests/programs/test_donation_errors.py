@@ -123,7 +123,7 @@ X, Y = hw.f32["M", "N"], hw.f32["M@x", "N"]
 
 
 REFUSED: dict[str, tuple[Any, Traced, str]] = {
-    "unknown": (("z",), lambda x, y: x + y, "donate: 'z' is not an input; one of x, y"),
+    "unknown": (("z",), lambda x, y: x + y, "donate: 'z' is not an input; use one of x, y"),
     "twice": (("x", "x"), lambda x, y: x + y, "donate: x is named twice; name it once"),
     "none fits": (
         ("x",),

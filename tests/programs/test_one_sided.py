@@ -140,7 +140,7 @@ def message_of(fusion: hw.Program | object, **options: object) -> str:
 def test_options() -> None:
     with pytest.raises(ProgramError) as caught:
         Options(transport="pigeon")
-    assert str(caught.value) == "Options: there is no transport='pigeon'; one of auto, one_sided, peer, two_sided"
+    assert str(caught.value) == "Options: there is no transport='pigeon'; use one of auto, one_sided, peer, two_sided"
     flat = fusion_of("ag_matmul_flat", 2, 3, hw.bf16)
     assert "x peer" not in hw.compile(flat).host_ir
     for transport in ("peer", "one_sided"):

@@ -71,7 +71,7 @@ def _torch() -> Any:
 
 
 MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
-    "unknown": (lambda p: p.bind(weight=W), "affine: bind: weight: no such input; one of x, w, b"),
+    "unknown": (lambda p: p.bind(weight=W), "affine: bind: weight: no such input; use one of x, w, b"),
     "unknown, near": (lambda p: p.bind(ww=W), r"affine: bind: ww: no such input; did you mean w\?"),
     "twice": (
         lambda p: p.bind(w=W).bind(w=W),

@@ -137,7 +137,7 @@ def users_frames(traceback: TracebackType | None) -> TracebackType | None:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Remedy for an unknown word: the most similar one, or the list of all."""
     known = list(known)
-    return closest_word(word.lower(), known) or f"one of {', '.join(known)}"
+    return closest_word(word.lower(), known) or f"use one of {', '.join(known)}"
 
 
 def closest_word(word: str, known: Iterable[str], similarity: float = 0.65) -> str | None:

@@ -217,7 +217,7 @@ def _inspect(options: argparse.Namespace) -> None:
     elif options.after in dict(stages):
         show(_only([(options.after, dict(stages)[options.after])], options.only)[0][1], "ir")
     else:
-        raise HostweaveError(f"--after {options.after}: no such stage; one of input, {', '.join(p.__name__ for p in PASSES)}, all")
+        raise HostweaveError(f"--after {options.after}: no such stage; use one of input, {', '.join(p.__name__ for p in PASSES)}, all")
     if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
         for note in costly_choices(fusions[-1], host, _sizes(options.sizes)):
             print(f"note: {note}", file=sys.stderr)
@@ -268,7 +268,7 @@ def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple
 
 def _one_of(texts: Mapping[str, str], name: str, what: str) -> str:
     if name not in texts:
-        raise HostweaveError(f"--only {name}: no such {what}; one of {', '.join(texts)}")
+        raise HostweaveError(f"--only {name}: no such {what}; use one of {', '.join(texts)}")
     return texts[name]
 
 

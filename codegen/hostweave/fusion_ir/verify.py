@@ -136,7 +136,7 @@ def _define(value: NamedValue, types: dict[str, TensorType], location: Location 
 
 def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     if op.kind not in OPS:
-        raise ProgramError(f"unknown op {op.kind!r}; one of {', '.join(OPS)}", op.location)
+        raise ProgramError(f"unknown op {op.kind!r}; use one of {', '.join(OPS)}", op.location)
     definition = OPS[op.kind]
     if op.callee and op.kind not in ("call", "repeat", "output"):
         raise ProgramError(f"{op.kind}: only calls, repeats and their outputs name a function; remove @{op.callee.name}", op.location)

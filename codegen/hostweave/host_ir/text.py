@@ -65,7 +65,7 @@ def _parse_channels(reader: Reader, program: Mesh) -> tuple[ir.Channel, ...]:
         mesh = reader.mesh() if reader.accept("on") else program
         word = reader.peek()
         if word not in NAMES:
-            reader.fail(f"unknown transport {reader.found()}; one of {', '.join(NAMES)}")
+            reader.fail(f"unknown transport {reader.found()}; use one of {', '.join(NAMES)}")
         return ir.Channel(name, mesh, axes, find_transport(reader.take()))
 
     return reader.enclosed(channel) if reader.accept("channels") else ()

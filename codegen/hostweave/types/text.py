@@ -17,7 +17,7 @@ class Reader(SizeReader):
 
     def dtype(self) -> DType:
         if self.peek() not in DTYPES:
-            self.fail(f"unknown dtype {self.found()}; one of {', '.join(DTYPES)}")
+            self.fail(f"unknown dtype {self.found()}; use one of {', '.join(DTYPES)}")
         return DTYPES[self.take()]
 
     def dim(self) -> Dim:

@@ -226,7 +226,7 @@ ERRORS: list[tuple[tuple[str, str], str, str]] = [
     (
         GATHER,
         "M, 8, mail",
-        "text:3: stream of %y: there is no algorithm='mail'; one of p2p, broadcast, put, ring, reduce, all_gather, reduce_scatter, "
+        "text:3: stream of %y: there is no algorithm='mail'; use one of p2p, broadcast, put, ring, reduce, all_gather, reduce_scatter, "
         "all_to_all, all_reduce, collective_permute, transfer",
     ),
     (

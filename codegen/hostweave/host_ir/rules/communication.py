@@ -39,7 +39,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
 def _reduction_and_sizes(c: Checker, i: Any, size: int) -> None:
     if isinstance(i, ir.Reduction):
         if i.op not in REDUCTIONS:
-            c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
+            c.fail(f"unknown reduction {i.op!r}; use one of {', '.join(REDUCTIONS)}")
         transport, dtype = c.channel(i).transport, c.types[tree.names(i, "read")[0]].dtype.name
         if dtype in transport.reduced_as:
             c.fail(
