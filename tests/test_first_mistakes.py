@@ -123,7 +123,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: hw.float33, "did you mean float32?"),
     "bare decorator": (
         lambda: hw.fusion(lambda x: x),
-        "fusion: takes fewer positional arguments; write fusion(mesh=None, donate=(), **inputs)",
+        "fusion: takes at most 0 positional arguments, but gets 1; write fusion(mesh=None, donate=(), **inputs)",
     ),
     "a call": (
         lambda: PRODUCT.compiled.given(X, W),
@@ -407,7 +407,11 @@ def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(t
             marks=pytest.mark.extra("torch"),
         ),
         (lambda: hw.init(hw.Communicators({}, "0", 1), "c"), "the provider returned rank '0' of 1; a rank must be an int from 0 to the"),
-        (lambda: PRODUCT.bind(W), "bind: takes fewer positional arguments; write bind(**arrays)"),
+        (lambda: PRODUCT.bind(W), "bind: takes at most 0 positional arguments, but gets 1; write bind(**arrays)"),
+        (
+            lambda: hw.compile(PRODUCT.compiled.given, "cpu", None, W),
+            "compile: takes at most 3 positional arguments, but gets 4; write compile(",
+        ),
         (lambda: PRODUCT.export(None), "export: folder=None is not a str or Path; write export(folder, wheel='', version='0.1.0')"),
         (
             lambda: pickle.dumps(PRODUCT),

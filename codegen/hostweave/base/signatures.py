@@ -37,7 +37,7 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
                 if problem is None:
                     raise
             else:
-                problem = _mismatched_call(function, error, options)
+                problem = _mismatched_call(function, error, args, options)
         raise ProgramError.here(problem)
 
     return wrapper
@@ -71,13 +71,17 @@ def checked_arguments(kind: type[_T]) -> type[_T]:
     return kind
 
 
-def _mismatched_call(function: Callable[..., object], error: Exception, options: Mapping[str, object]) -> str:
+def _mismatched_call(function: Callable[..., object], error: Exception, args: Sequence[object], options: Mapping[str, object]) -> str:
     parameters, name, usage = _usage_of(function)
     by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = next((option for option in options if option not in by_name), None)
     if unknown is None:
-        said = str(error).partition("() ")[2]  # Python counts `self`
-        return f"{name}: {'takes fewer positional arguments' if said.startswith('takes ') else said}; write {usage}"
+        said = str(error).partition("() ")[2]
+        if said.startswith("takes "):  # Python counts `self`
+            most = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
+            given = len(args) - ("self" in inspect.signature(function).parameters)
+            said = f"takes at most {most} positional argument{'s' * (most != 1)}, but gets {given}"
+        return f"{name}: {said}; write {usage}"
     torch_word = _OF_TORCH.get(unknown)
     remedy = f"did you mean {torch_word}?" if torch_word in by_name else did_you_mean(unknown, by_name)
     return f"{name}: {usage if len(usage) <= MAX_CHARACTERS else name} has no parameter {unknown!r}; {remedy}"
