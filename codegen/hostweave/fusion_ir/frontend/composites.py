@@ -305,7 +305,7 @@ def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     ints that fit u32, or u32 tensors without dims. Source: Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random
     numbers: as easy as 1, 2, 3", 2011).
 
-    Raises ProgramError if x has more than four dims, or if `seed` or `draw` is not a u32.
+    Raises ProgramError if x has more than four dims, or if `seed` or `draw` is not a u32 or has dims.
 
     Example: `hw.uniform(x, seed=7)`. With an input `step: hw.u32[()]`, `hw.uniform(x, 7, step)` gives new numbers in each step.
     """
@@ -322,7 +322,7 @@ def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tenso
     if len(counter) > MAX_RANDOM_DIMS:
         raise ProgramError.here(f"{x.type} has {len(counter)} dims, but at most {MAX_RANDOM_DIMS} are supported; reshape it")
     for name, value in (("seed", seed), ("draw", draw)):
-        if not fits(value, u32) if isinstance(value, int) else isinstance(value, Tensor) and value.dtype != u32:
+        if not (fits(value, u32) if isinstance(value, int) else (value.dtype, value.type.dims) == (u32, ())):
             raise ProgramError.here(f"{name}={value} is not a u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims")
     counters = counter or [hw.iota(hw.expand_dims(x, 0), 0, u32)]  # a tensor without dims has counter 0
     numbers = record("philox", *counters, *(0 for _ in range(len(counters), MAX_RANDOM_DIMS)), seed, draw)

@@ -109,13 +109,15 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     If `repeats` is a tensor, `total` must give the size of the dim in the result. The last index is then repeated until the result is full,
     and repetitions beyond `total` are cut off. If `repeats` is an int, `total` is ignored.
 
-    Raises ProgramError if `repeats` has another shape or dtype, or if `total` is required and missing.
+    Raises ProgramError if `repeats` is less than 1 or has another shape or dtype, or if `total` is required and missing.
 
     Example: `x: f32[M, N]` and `counts: i32[M]` give `f32[64, N]` by `hw.repeat_interleave(x, counts, total=64)`.
     """
     axis = dim_of(x, axis, "repeat_interleave")
     size = x.type.shape[axis]
     if isinstance(repeats, int):
+        if repeats < 1:
+            raise ProgramError.here(f"repeat_interleave: repeats={repeats} leaves no elements; repeat at least once")
         wide = hw.expand_dims(x, axis + 1)
         shape = [str(each) for each in x.type.shape]
         spread = hw.broadcast_to(wide, *shape[: axis + 1], repeats, *shape[axis + 1 :])

@@ -74,7 +74,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
     def fail(message: str) -> ProgramError:
         bounds = (key.start, key.stop) if key.step is None else (key.start, key.stop, key.step)
         text = ":".join("" if bound is None else str(bound) for bound in bounds)
-        return ProgramError.here(f"indexing: {text} of dim {axis} of {x.type} {message}")
+        return ProgramError.here(f"indexing: [{text}] of dim {axis} of {x.type} {message}")
 
     whole, step = x.type.shape[axis], 1 if key.step is None else key.step
     for bound in (key.start, key.stop, step):
@@ -88,7 +88,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
     )
     least, most, size = map(_if_large, (start, stop, whole))
     if not 0 <= least <= size or not 0 <= most <= size:
-        raise fail(f"is out of range; stay between 0 and {whole}")
+        raise fail(f"is out of range; bounds go from -{whole} to {whole}")
     if least >= most:
         raise fail("is empty; take at least one element")
     taken = _steps(start, stop, whole, step)
