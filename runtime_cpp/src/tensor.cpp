@@ -93,7 +93,7 @@ cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& out
 void expect_divisible(const char* name, int64_t size, int64_t divisor) {
   if (size % divisor == 0) return;
   throw ArgumentError(std::string(name) + " = " + std::to_string(size) + ": must be a multiple of " + std::to_string(divisor) +
-                      "; pad it, or choose another number of chunks or ranks");
+                      "; pad it, or change the ranks, chunks or steps that divide it");
 }
 
 void expect_room(const char* difference, int64_t size) {
