@@ -103,7 +103,7 @@ def test_names_of_ops_and_their_operands() -> None:
     assert {"matmul_wk", "max_wk", "softmax_wk", "n_f32", "softmax_n", "softmax_n_bf16", "y"} <= set(names)
     fusion = trace("return hw.where(x[0] > hw.iota(x, 'K'), x[2], hw.concat([x[1][:2], x[1][2:]]))", x='hw.i32[4, "K"]')
     assert [op.result.name for op in fusion.ops] == [
-        *("x_0", "iota_K", "greater_x", "x_2", "x_1", "x_sliced", "x_1_2", "x_sliced_2", "x_joined", "y")
+        *("x_0", "iota_K", "greater_x", "x_2", "x_1", "x_sliced", "x_1_2", "x_from_2", "x_joined", "y")
     ]
 
 

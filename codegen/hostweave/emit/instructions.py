@@ -539,7 +539,8 @@ def _comment(location: Location) -> str:
     continue the comment on the next line."""
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
     code = whole if len(whole) <= LONGEST_COMMENT else re.sub("  # .*", "", whole)
-    kept = re.sub(r"(\\|\?\?/| )+$", "", code[:LONGEST_COMMENT])
+    cut = code if len(code) <= LONGEST_COMMENT else re.sub(r"[.\w]+$", "", code[:LONGEST_COMMENT])
+    kept = re.sub(r"(\\|\?\?/| )+$", "", cut)
     return kept if kept == code else f"{kept} ..."
 
 

@@ -49,13 +49,13 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // fusions_beyond_examples.py:73  h = hw.matmul(x, w).named("h")
   HW_CHECK(plan_h_.multiply(x, w, h_, {caller, workspace_}));
   // fusions_beyond_examples.py:75  joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)
-  const auto* x_sliced = x + 4;
-  auto* h_sliced_2 = h_ + 1;
+  const auto* x_from_4 = x + 4;
+  auto* h_from_1 = h_ + 1;
   HW_CHECK(
-      hw::launch_pdl(negative_concat_joined, hw::grid_of_elements(11 * M_x), caller, x, x_sliced, h_, h_sliced_2, joined, M_x));
+      hw::launch_pdl(negative_concat_joined, hw::grid_of_elements(11 * M_x), caller, x, x_from_4, h_, h_from_1, joined, M_x));
   // fusions_beyond_examples.py:76  return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
-  const auto* x_sliced_3 = x + 1;
-  HW_CHECK(hw::launch_pdl(relu_pad_relu_x_padded, hw::grid_of_elements(3 * M_x), caller, x_sliced_3, relu_x_padded, M_x));
+  const auto* x_from_1 = x + 1;
+  HW_CHECK(hw::launch_pdl(relu_pad_relu_x_padded, hw::grid_of_elements(3 * M_x), caller, x_from_1, relu_x_padded, M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -18,7 +18,7 @@ from hostweave.fusion_ir.frontend.repeats import repeat_calls
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, placed_on
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.attributes import INDEX, START
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DTYPES, TensorType
@@ -314,4 +314,6 @@ def _movement(op: Op) -> str:
         return op.callee.outputs[op[INDEX]] if op.callee else str(op[INDEX])
     if op.kind == "select":
         return str(op[INDEX]) if op[INDEX] >= 0 else "selected"
+    if op.kind == "slice" and op[START] > 0:
+        return f"from_{op[START]}"
     return op.result.type.dtype.name if op.kind == "astype" else OPS[op.kind].makes
