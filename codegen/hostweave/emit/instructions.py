@@ -69,7 +69,7 @@ class Emitter:
         return "".join(f"{comments}{code}" for comments, code in self.commented(body, ends_scope))
 
     def commented(self, body: tree.Body, ends_scope: bool = True) -> Iterator[tuple[str, str]]:
-        body = _joined(body)
+        body = tree.together(i for i in body if not tree.names(i, "free"))
         for number, i in enumerate(body):
             follows = tree.names(i, "join", "record")  # A join or record belongs to the instructions before it.
             lines = [] if follows else self.lines_of(body[number:])
@@ -477,22 +477,6 @@ class Emitter:
         return lay_out("branch", condition=flag, body=body) if body else ""
 
 
-def _joined(body: tree.Body) -> tree.Body:
-    """Merges `on` bodies of one mesh if only allocations and deallocations separate them."""
-    result: list[tree.Instruction] = []
-    between: tree.Body = ()  # allocations and deallocations since the last body
-    for i in body:
-        last = result[-1].ranks if result else None
-        if last and i.ranks == last:
-            result[-1] = ir.OnMesh(last, (*tree.bodies(result[-1])[0], *between, *tree.bodies(i)[0]), location=result[-1].location)
-            between = ()
-        elif last and tree.names(i, "allocate", "free"):
-            between += (i,)
-        else:
-            result, between = [*result, *between, i], ()
-    return (*result, *between)
-
-
 def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
     """Maps each buffer to other values that are written to its memory, in place or through a view."""
     roots, found = tree.AliasRoots(), dict[str, list[str]]()
@@ -507,22 +491,15 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 def _short_names(program: ir.HostProgram) -> dict[str, str]:
     """Maps a name such as `x_i_2` to `x_i` if the C++ scopes of the two names are disjoint."""
-    scopes: dict[str, list[tuple[int, ...]]] = {
-        p.name: [()] for p in (*program.inputs, *program.outputs)
-    }  # a scope begins with its outer scope
-
-    def define(body: tree.Body, scope: tuple[int, ...]) -> None:
-        for number, i in enumerate(body):
-            for name in tree.names(i, "define", "index"):
-                scopes.setdefault(name, []).append(scope)
-            for inner in tree.bodies(i):
-                define(inner, scope if i.ranks else (*scope, number))
-
-    define(program.body, ())
+    # The scopes of each name. A scope has the numbers of the instructions around it.
+    scopes: dict[str, list[list[int]]] = {p.name: [[]] for p in (*program.inputs, *program.outputs)}
+    for place in def_use(program).places:
+        for name in tree.names(place.instruction, "define", "index"):
+            scopes.setdefault(name, []).append([outer.number for outer in place.around if not outer.instruction.ranks])
     result: dict[str, str] = {}
     for name, own in list(scopes.items()):
         base = re.sub(r"_\d+$", "", name)
-        if base != name and all(a[: len(b)] != b[: len(a)] for a in own for b in scopes.get(base, [()])):
+        if base != name and all(a[: len(b)] != b[: len(a)] for a in own for b in scopes.get(base, [[]])):
             result[name] = base
             scopes[base] += own
     return result

@@ -1,20 +1,14 @@
 """Multi-buffering: a buffer shrinks to one slot per stream if each of its chunks is used on only one stream.
 
-    %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
-    stream ring[0] {                                       stream ring[0] {
-      %h_first = chunk %h[0: 0 of 16]                        %h_first = select %h[0: 0]
-      recv %h_first from 0 on x                              recv %h_first from 0 on x
-    }                                                      }
-    for %i in 0..16 {                                      for %i in 0..16 {
-      if %i < 15 {                                           if %i < 15 {
-        stream ring[%i + 1] {                                  stream ring[%i + 1] {
-          %h_next = chunk %h[0: %i + 1 of 16]                    %h_next = select %h[0: (%i + 1) % 4]
-          recv %h_next from 0 on x              becomes          recv %h_next from 0 on x
-        } }                                                    } }
-      stream ring[%i] {                                      stream ring[%i] {
-        %h_i = chunk %h[0: %i of 16]                           %h_i = select %h[0: %i % 4]
-        matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
-      } }                                                    } }
+    %h = allocate bf16[M, K]                     becomes    %h = allocate bf16[4, M/16, K]
+    for %i in 0..15 {                                       for %i in 0..15 {
+      stream ring[%i + 1] {                                   stream ring[%i + 1] {
+        %h_next = chunk %h[0: %i + 1 of 16]                     %h_next = select %h[0: (%i + 1) % 4]
+        recv %h_next from 0 on x                                recv %h_next from 0 on x
+      }                                                       }
+      stream ring[%i] {                                       stream ring[%i] {
+        %h_i = chunk %h[0: %i of 16]                            %h_i = select %h[0: %i % 4]
+        matmul %h_i, %w -> %y_i                                 matmul %h_i, %w -> %y_i
 
 Chunk i is used on stream i % 4, in slot i % 4. One stream therefore orders all uses of a slot.
 """

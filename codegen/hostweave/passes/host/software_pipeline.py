@@ -42,9 +42,8 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
     program = replaced(program, body=tree.rewrite(program.body, _by_ranks))
     if not any(_on_streams(i, program) for i in tree.walk(program.body)) or not (in_turn := unordered_instructions(program)):
         return program
-    ahead = _Ahead(program, in_turn)
-    pipelined = replace(program, body=tree.rewrite(program.body, ahead.loop))
-    return pipelined if ahead.changed and _terminates(pipelined) else program
+    pipelined = replaced(program, body=tree.rewrite(program.body, _Ahead(program, in_turn).loop))
+    return pipelined if pipelined is program or _terminates(pipelined) else program
 
 
 def _by_ranks(loop: tree.Instruction) -> tree.Body | None:
@@ -92,7 +91,6 @@ class _Ahead:
     def __init__(self, program: ir.HostProgram, in_turn: set[tree.Instruction]):
         self.program, self.in_turn = program, in_turn
         self.taken = names_in(program)
-        self.changed = False
 
     def loop(self, i: tree.Instruction) -> tree.Body | None:
         if not (found := _on_streams(i, self.program)):
@@ -100,7 +98,6 @@ class _Ahead:
         (loop, block), before = found, found[0].body[:-1]
         if any(i.orders or tree.names(i, "call") for i in tree.walk(loop.body)) or (halves := self.halves(block.body)) is None:
             return None
-        self.changed = True
         index, last = Var(loop.out), int(loop.count) - 1
         ahead, rest = (tree.eliminate_dead_code((*before, replace(block, body=half)), NAMES) for half in halves)
         following = ir.If(index.less(last), self.copied_for(ahead, loop.out, index + 1, "next"), location=loop.location)
