@@ -14,7 +14,8 @@ from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.names import unique_name
 from hostweave.torch.aten import cast, dtype_of
 from hostweave.torch.nodes import name_of
-from hostweave.torch.optimizer import GRADIENT, PARAMETER, RecordedStep
+from hostweave.torch.optimizer import RecordedStep
+from hostweave.torch.update_step import GRADIENT, PARAMETER
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
