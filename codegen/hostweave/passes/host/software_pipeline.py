@@ -84,9 +84,6 @@ def _terminates(program: ir.HostProgram) -> bool:
     return True
 
 
-_Halves = tuple[tree.Body, tree.Body]  # instructions that are issued one iteration ahead, and the rest
-
-
 class _Ahead:
     def __init__(self, program: ir.HostProgram, in_turn: set[tree.Instruction]):
         self.program, self.in_turn = program, in_turn
@@ -103,7 +100,7 @@ class _Ahead:
         following = ir.If(index.less(last), self.copied_for(ahead, loop.out, index + 1, "next"), location=loop.location)
         return (*self.copied_for(ahead, loop.out, Const(0), "first"), replace(loop, body=(following, *rest)))
 
-    def halves(self, body: tree.Body) -> _Halves | None:
+    def halves(self, body: tree.Body) -> tuple[tree.Body, tree.Body] | None:
         """Splits before the first computation between two communications. None if no split is possible."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
