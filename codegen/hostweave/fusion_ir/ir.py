@@ -253,12 +253,12 @@ class Fusion:
 
     @property
     def arguments(self) -> tuple[Value, ...]:
-        """Tensors that a caller passes: one for each tensor of a parameter group."""
+        """Tensors that a caller passes: the inputs, with each parameter group replaced by its tensors."""
         return tuple(_alone(value, number, name) for value, number, name in one_by_one(self.inputs))
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """Tensors that a caller gets: one for each tensor of a parameter group."""
+        """Tensors that a caller gets: the outputs, with each parameter group replaced by its tensors."""
         return tuple(_alone(value, number, name) for value, number, name in one_by_one(self._grouped_outputs))
 
     @property

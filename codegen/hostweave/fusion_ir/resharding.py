@@ -156,10 +156,10 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Splits a reshard into reshards without zigzag, as pairs of types: two pairs if a dim changes to or from zigzag, otherwise one.
+    """Splits a reshard that changes dims to or from zigzag into two reshards, as pairs of types. Any other reshard stays one pair.
 
-    Between the two reshards, each rank has the whole dim, and reorders the pieces. The types have plain axes in place of zigzag axes,
-    because a reshard treats the two pieces of a rank as one shard.
+    Between the two reshards, each rank has the whole dims, and reorders the pieces. In the pairs, these dims have plain axes in place of
+    zigzag axes, because a reshard treats the two pieces of a rank as one shard.
     """
     changed = zigzag_changes(source, target)
     if not changed:
@@ -241,8 +241,8 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
-    """Dims along which a partial value can be reduce-scattered before a transfer. The new number of shards must divide the size or, if that
-    is symbolic, the number of shards in the target."""
+    """Dims along which a partial value can be reduce-scattered before a transfer. The new number of shards must divide the size or, if the
+    size is symbolic, the number of shards in the target."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return

@@ -97,7 +97,8 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
-    """Replaces symbolic sizes by ints. Results get the shardings of `outputs`. Raises ProgramError if a quotient is not an int."""
+    """Replaces symbolic sizes by ints. Results other than parameter groups get the shardings of `outputs`. Raises ProgramError if a
+    quotient is not an int."""
 
     def known(type: TensorType) -> TensorType:
         dims = tuple(Dim(dim.size.at(sizes), dim.axes) for dim in type.dims)

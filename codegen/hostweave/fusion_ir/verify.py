@@ -90,7 +90,7 @@ def _verify_groups(body: Fusion) -> None:
         depth = body.types[name].dims[:1]
         if group and (not depth or depth[0].axes or not depth[0].size.name or body.depths.get(depth[0].size.name) != len(group.names)):
             raise ProgramError(
-                f"%{name}: a parameter group of {len(group.names)} tensors needs an unsharded name as its first dim, such as L, "
+                f"%{name}: a parameter group of {len(group.names)} tensors needs an unsharded symbolic size as its first dim, such as L, "
                 "and no group with another number of tensors may have this name"
             )
     made = body.made

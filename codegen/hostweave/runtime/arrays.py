@@ -22,7 +22,7 @@ Array = Any  # an array of any supported library
 class ArrayLibrary(Protocol):
     """Operations of an array library, with common defaults."""
 
-    gives_copies: bool = False  # `give` may copy, so later writes are not seen
+    gives_copies: bool = False  # True if `give` may copy; the caller then does not see later writes
 
     def accept(self, array: Array) -> Array:
         """Returns the array in the form that the other methods take, if possible without a copy. Raises TypeError with a reason."""
@@ -117,7 +117,7 @@ def library_of(array: Array) -> ArrayLibrary:
 
 
 def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
-    """Keys of arrays, some of which may be None. None if an array has no key."""
+    """Keys of the arrays, with () for each None. Returns None if an array has no key."""
     try:
         states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
     except (TypeError, RuntimeError):  # for example, the array has no memory

@@ -27,7 +27,7 @@ class PeerLost(Exception):
 
 
 class Failed(Exception):
-    """Another rank has failed. The message begins with that rank."""
+    """The group has failed, or another rank has left. The message is the reason."""
 
 
 class Coordinator:

@@ -262,7 +262,7 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> None:
-        """Runs calls as graphs from now on if all ranks vote for graphs and can capture."""
+        """Runs calls as graphs until the next vote if all ranks vote for graphs and can capture."""
         unseen = native.unseen
         are_wanted = self._all_true(common.vote(unseen))
         agrees = are_wanted and (common.agreed or self._all_true(self._can_capture(native, checked_call, addresses)))

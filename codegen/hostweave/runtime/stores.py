@@ -203,7 +203,7 @@ class TcpServer:
 
 
 class TcpStore:
-    """Client of the server. Each thread that waits uses a separate connection."""
+    """Client of the server. Concurrent requests use separate connections."""
 
     def __init__(self, addresses: Sequence[Address], job: str, timeout: float, token: str = ""):
         """Tries the addresses one after another until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
@@ -303,7 +303,7 @@ def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
 
 
 def _listen(addresses: Sequence[Address]) -> socket.socket:
-    """Socket at the first free address. The socket listens on all interfaces if the name is "", or is another name than localhost that
+    """Socket at the first free address. The socket listens on all interfaces if the host is "", or a name other than localhost that
     resolves to loopback."""
     for host, port in addresses:
         try:

@@ -161,7 +161,7 @@ class Team:
             error = None
 
     def _expect_progress(self, programs: Sequence[LocalProgram]) -> None:
-        """Raises an error if the interpreter exits, or if a call is overdue, which the CPU device detects itself."""
+        """Raises an error if the interpreter exits, or if a call is overdue. On the CPU target, the device itself detects overdue calls."""
         expect_running()
         if programs and programs[0].target.is_asynchronous and (late := next(filter(None, (group.overdue() for group in self.groups)), "")):
             raise ExecutionError("\n".join([f"{programs[0].host.name}: {late}", *_positions(programs)]))

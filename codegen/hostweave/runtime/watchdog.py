@@ -1,6 +1,6 @@
 """Watchdog of a group: detects failures while the rank waits in native code or only enqueues.
 
-A failure is a call that exceeds its timeout, or a store that does not answer. Another rank that reports a failure, leaves, or makes a
+A failure is a call that exceeds its timeout, or a store that does not answer. Another rank that reports a failure, leaves early, or makes a
 different call is a failure too. The watchdog then reports the position of every rank, and aborts the channels, which ends all waits. A
 separate listener thread reads the reports of other ranks, because a store that does not answer would block the watchdog.
 """
@@ -65,7 +65,7 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
 
 
 def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Coordinator, str | None] | None:
-    """The group's coordinator, and the reason why this rank cannot continue, or None. Returns None if the group is freed or has failed."""
+    """The group's coordinator, and the reason why this rank cannot continue, or None. Returns None if the group is freed or unusable."""
     group = group_ref()
     return None if not group or group.failure else (group.coordinator, group.left_early() or group.diverged())
 
@@ -80,7 +80,7 @@ def _watch(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> N
 
 
 def _is_done(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> bool:
-    """Fails the group after a failure. Returns True if the group is freed or has failed."""
+    """Fails the group after a failure. Returns True if the group is freed or unusable."""
     group = group_ref()
     if not group or group.failure:
         return True

@@ -86,7 +86,7 @@ class Windows:
         self.connected: set[str] = set()  # targets for which the ranks share memory
 
     def array(self, memory: Any, module: ModuleType, size: int, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
-        """Returns an array in window memory of `size` bytes. `position_of` finds it while the memory is in use."""
+        """Returns an array in window memory of `size` bytes. `position_of` finds the array while its memory is in use."""
         self._add(memory, max(1, size))
         if device != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)

@@ -272,7 +272,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved`, a pair is elements 2i and 2i + 1. The result has the
     shape and dtype of x. Floats narrower than f32 are computed in f32. Source: Su et al., "RoFormer", 2021.
 
-    Raises ProgramError if E is odd, or if `cos` or `sin` does not broadcast.
+    Raises ProgramError if x is not [..., S, E] with an even E, or if `cos` or `sin` does not broadcast.
 
     Example: `hw.rotary_embedding(q, cos, sin)` with `q: bf16[B, H@tp, S, 128]`, and `cos` and `sin` of `f32[S, 64]`.
     """

@@ -59,8 +59,8 @@ def record(
 ) -> Tensor:
     """Records an op and returns its result. `target` is the stated type of the result, or a part of it.
 
-    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. Errors of such an op begin with
-    `written` or, if `written` is empty, with `kind`.
+    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. If `written` is given, errors
+    about this function name `written` instead of `kind`.
 
     Raises ProgramError if the op is not valid here.
     """

@@ -50,7 +50,7 @@ class _Rewriting:
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
-        self.parts: list[Op] = []  # slices of tensors, of which each call reads one index
+        self.parts: list[Op] = []  # slices of tensors; each call reads one index of a slice
 
     def depth(self, calls: int) -> Size:
         """Number of calls as a size: symbolic if it is the length of a parameter group, otherwise an int."""

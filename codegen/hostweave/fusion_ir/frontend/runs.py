@@ -198,7 +198,7 @@ class Runs:
         return column in self.stacks or self.is_part(column)
 
     def is_part(self, column: Column) -> bool:
-        """True if these values are at consecutive indices of the outermost dim, unsharded, of one tensor."""
+        """True if these values are at consecutive indices of the outermost dim of one tensor, and this dim is unsharded."""
         ops = [self.selects[name] for name in column if name in self.selects]
         source = ops[0].tensors[0] if ops else ""
         expected = [((source,), ops[0][INDEX] + number) for number in range(len(column))] if ops else []
@@ -215,8 +215,8 @@ class Runs:
     # --- groups of inputs and outputs ---
 
     def group_inputs(self) -> list[Value | tuple[Column, ...]]:
-        """Inputs in order. Interleaved groups, such as `w_0, v_0, w_1, v_1`, are one entry, a tuple of columns. Raises Unfit if the inputs
-        of a column are not at regular distances."""
+        """Inputs in order. Interleaved groups, such as `w_0, v_0, w_1, v_1`, are one entry, a tuple of columns. Raises Unfit if the
+        inputs of a column cannot form a group."""
         columns = (column for run in self.runs for column in (*run.each.values(), *run.lagged.values()))
         wanted = {column: column for column in columns if not self.is_stack(column)}
         counts = Counter(name for column in wanted for name in column)

@@ -83,7 +83,7 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int | str, ...]:
-        """Global sizes: ints, or text such as `M` and `8*M/4` for symbolic sizes."""
+        """Global sizes: ints, or text such as `M` and `M/8` for symbolic sizes."""
         return tuple(int(size) if size.is_int else SizeName(size) for size in self.type.shape)
 
     @checked
@@ -254,7 +254,7 @@ class _Trace:
         self.functions = {} if functions is None else functions
         self.tensors: dict[str, Tensor] = {}
         self.named: dict[str, Tensor] = {}  # tensors that the user named
-        self.frames: dict[FrameType, int] = {}  # user's frame -> number of values before the frame
+        self.frames: dict[FrameType, int] = {}  # user's frame -> number of values when the frame was first seen
         self.types: dict[str, TensorType] = {}
         self.is_traced = False
 
@@ -316,8 +316,8 @@ class _Trace:
         self.take_variables(frames)
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
-        """Names tensors after variables of the frames, by default of all recorded frames. A tensor that is older than a frame is an
-        argument, and keeps its name."""
+        """Names tensors after variables of the frames, by default of all recorded frames. Skips tensors that are older than
+        the frame, such as arguments."""
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
                 is_made_here = type(value) is Tensor and value._trace is self and int(value._value.name) >= self.frames[frame]

@@ -163,7 +163,8 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
 
 @checked
 def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
-    """Decorator for a function that a fusion calls several times, such as a layer of a model. The function is traced and compiled once.
+    """Decorator for a function that a fusion calls several times, such as a layer of a model. Each fusion traces and compiles the function
+    once.
 
     `inputs` gives the type of each parameter by name, as for `hw.fusion`. The mesh and the sizes are those of the calling fusion. If an
     argument has another sharding, the call reshards it. `donate` names parameters that the function updates in place, as for `hw.fusion`. A

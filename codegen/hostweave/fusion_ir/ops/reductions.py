@@ -110,7 +110,7 @@ def _of_bits(word: str, doc: str, combine: Combine) -> ReductionOp:
 
 
 def _bound(np: Any, x: Any, sign: int) -> Any:
-    """Result of max (`sign` = -1) or min (`sign` = 1) over no elements, because a rank may hold no elements of a sharded dim."""
+    """Result of max (`sign` = -1) or min (`sign` = 1) over no elements. A rank may hold no elements of a sharded dim."""
     if x.dtype.kind == "b":
         return sign > 0
     if x.dtype.kind in "iu":

@@ -102,7 +102,8 @@ class _Joining(BlockWriter):
         return lse, lses.name
 
     def lengths_of_blocks(self) -> tuple[str, ...]:
-        """Number of valid keys of each block, [blocks, ...], and the larger of this number and 1. Empty if there are no lengths."""
+        """Number of valid keys of each block, [blocks, ...], and the larger of this number and 1, because attention needs at least one key.
+        Empty if there are no lengths."""
         if not self.lengths:
             return ()
         size, (lengths,) = self.types[self.op.tensors[1]].shape[-2], self.lengths

@@ -51,7 +51,7 @@ class _Groups:
         self.changed: set[str] = set()  # groups that move, and views of their operands and results
 
     def moved(self, op: Op) -> _Group | None:
-        """Group of an op, with its new shape. None if the group does not move now, or was returned before."""
+        """Group of an op, with its new shape. None if the group does not move now, or was examined before."""
         if op.result.name in self.seen or not is_pointwise(op):
             return None
         names, have = self.connected(op), op.result.type.shape

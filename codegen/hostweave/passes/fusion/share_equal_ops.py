@@ -20,8 +20,8 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
     """Merges equal ops. Skips copies, user kernels, calls of functions with user kernels, ops in chunk loops, and ops with results that
     chunk loops read.
 
-    A repeated op whose result is returned becomes a copy. Ops without operands, such as iota, are merged only if all consumers are local
-    slices. Otherwise each kernel recomputes their values.
+    A repeated op whose result is returned becomes a copy, unless its kind is `output`. Ops without operands, such as iota, are merged only
+    if all consumers are local slices. Otherwise each kernel recomputes their values.
     """
     uses = consumers(fusion)
     same: dict[str, str] = {}  # removed value -> value that replaces it

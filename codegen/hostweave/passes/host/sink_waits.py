@@ -1,4 +1,5 @@
-"""Delays the caller's wait for a loop until the first use of its results.
+"""Delays the caller's wait for a loop until the first use of its results. An instruction that uses or orders streams, or calls a function,
+ends the delay.
 
     for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
     join ring

@@ -29,8 +29,7 @@ class Asynchronous:
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
         """Emits the instructions of `communicate` on the separate stream, after all earlier work of the caller's stream. The copy of
-        this rank's block may run on the stream COPIES or on the caller's stream. Sums of terms may run on the caller's
-        stream."""
+        this rank's block may run on the stream COPIES or on the caller's stream. Sums of terms may run on the caller's stream."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
@@ -84,7 +83,7 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Makes the caller's stream wait for a value, or for all communication if the value has no event."""
+        """Makes the caller's stream wait for a pending value, or for all communication if the value has no event."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:

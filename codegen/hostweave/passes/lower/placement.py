@@ -148,7 +148,8 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """Views between a value and an operand of a concat or pad, in the form of `_chain`. Empty for copied or pointwise operands."""
+    """Views between a value and an operand of a concat or pad, in the form of `_chain`. Empty if the operand must be copied, or if a
+    pointwise op computes the value."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}
