@@ -104,7 +104,8 @@ def compile(
     the parts between the breaks as programs, and the rest eagerly. `explain` of the result lists the breaks.
 
     If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The first axis of
-    the mesh, pp, is for the stages. Stage s is at coordinate `s % pp`, and reads results of earlier stages. `example_inputs` is a whole
+    the mesh is for the stages. If there are other axes, the first must be named pp. With P coordinates along this axis, stage s is at
+    coordinate `s % P`. A stage reads results of earlier stages. `example_inputs` is a whole
     batch, which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss from the last argument of a
     call, `target`. Without `loss`, the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". "auto",
     the default, starts from 1F1B, and changes the order if the cost model predicts a gain. `optimizer` has the parameters of all stages;

@@ -45,7 +45,7 @@ def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
         return nullcontext()
     try:
         return library_of(tensor).on_stream(handle_of(stream), tensor.device.index)
-    except TypeError:  # the launch raises an error
+    except TypeError:  # not a stream; the launch of the graph then raises the error
         return nullcontext()
 
 

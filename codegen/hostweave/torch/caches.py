@@ -190,8 +190,8 @@ Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # (index of a laye
 
 
 def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Requests:
-    """Records the arguments with which a module makes the layers of a cache allocate tensors. `run(trial, fake)` calls the module with a
-    copy of the cache, and with other arguments as fake tensors."""
+    """Records the calls of `lazy_initialization`, by which a module allocates the tensors of cache layers. `run(trial, fake)` calls the
+    module with `trial`, a copy of the cache. `fake` replaces the tensors of other arguments by fake tensors."""
     trial, asked = deepcopy(cache), Requests()
     for number, layer in enumerate(trial.layers):
 
@@ -200,7 +200,7 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
             own(*args, **kwargs)
 
         layer.lazy_initialization = note
-    # Under torch.export, modules use other ops. Fake tensors support these ops.
+    # If `is_compiling` is true, modules use ops that fake tensors support.
     with replaced((torch.compiler, "is_compiling", lambda: True)), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     return asked

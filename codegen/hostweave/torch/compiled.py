@@ -93,8 +93,8 @@ class CompiledModule(Delegating):
     generation: Any = None  # programs of `generate`, for a module of transformers
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
-        """A call runs `part`. `graph` is the exported graph, without gradients. In training, `others` has the program of the backward pass,
-        or the one that accumulates gradients."""
+        """A call runs `part`. `graph` is the exported graph, without gradients. `others` has the backward program of a TrainingModule, or
+        the accumulating program that a TrainingStep may have."""
         super().__init__(module)
         self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
         self._varying = self._sizes()

@@ -1,6 +1,6 @@
 """Decomposition rules: ATen ops written in terms of other ATen ops.
 
-In training, torch differentiates the decomposed graph, except for the ops in `linalg.DERIVED` and `special.DERIVED`.
+In training, torch differentiates the decomposed graph. Ops in `linalg.DERIVED` and `special.DERIVED` are decomposed after differentiation.
 """
 
 import math
@@ -30,8 +30,8 @@ def cross_entropy(
     ignore: int = -100,
     smoothing: float = 0.0,
 ) -> Any:
-    """torch's cross entropy for logits [classes], [rows, classes] or [rows, classes, sizes...]. Keeps the op (NotImplemented) for [rows,
-    classes] with class indices, without weights and label smoothing."""
+    """torch's cross entropy for logits [classes], [rows, classes] or [rows, classes, sizes...]. Returns NotImplemented, which keeps the op,
+    for [rows, classes] with class indices, without weights and label smoothing."""
     if weight is None and not smoothing and logits.ndim == 2 and not target.is_floating_point():
         return NotImplemented
     dim = min(1, logits.ndim - 1)
@@ -321,7 +321,7 @@ def embedding_bag(
     padding_idx: int = -1,
 ) -> Any:
     """Computes the sum, mean or maximum of the rows of each bag. `offsets` has the start of each bag in `indices`. With
-    `include_last_offset`, the last offset is not read: all later indices belong to the last bag, as in torch's GPU kernels."""
+    `include_last_offset`, the last offset is not read: the last bag extends to the end of `indices`, as in torch's GPU kernels."""
     if scale_grad_by_freq or sparse or (mode == 2 and not indices.shape[0]):
         return NotImplemented
     begins = offsets[:-1] if include_last_offset else offsets

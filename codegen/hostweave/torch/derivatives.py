@@ -77,14 +77,14 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op that replaces a layer, or marks its start or end. The op `derivative` reads the gradients of results `given`, and returns the
-    gradients of arguments `made`."""
+    """An op that replaces a layer, or marks its start or end. The op `derivative` reads the gradients of some results, and returns the
+    gradients of some arguments."""
 
     op: Callable[[list[Any], int], Any]  # (tensors, number of the traced layer)
     derivative: Callable[[list[Any], int], Any]
     first: _FirstDerivative
-    given: list[int]
-    made: list[int]
+    given: list[int]  # indices of results whose gradients `derivative` reads
+    made: list[int]  # indices of arguments whose gradients `derivative` returns
     differentiable: list[int]
 
     def results(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

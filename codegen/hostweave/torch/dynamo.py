@@ -14,7 +14,7 @@ from hostweave.torch.nodes import OF_TORCH, location
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import dtensor_axes, text_of
 
-MARK = "hostweave"  # key of a node's name in Dynamo's graph, in the node's "custom" metadata; export keeps this metadata
+MARK = "hostweave"  # key in "custom" metadata of nodes, which export keeps; the value is the node's name in Dynamo's graph
 
 
 class GlobalRun(Interpreter):

@@ -135,8 +135,8 @@ def exported(
 
 @contextmanager
 def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) -> Iterator[None]:
-    """Refuses `.data` of traced tensors in user code. Adds attributes in which modules store tensors to `assigned`, with the line, and
-    removes traced tensors at the end."""
+    """Refuses `.data` of traced tensors in user code. `assigned` gets the line of each assignment of a tensor to an attribute of a module.
+    At the end, removes new attributes that contain traced tensors."""
     thread, own, before = threading.get_ident(), nn.Module.__setattr__, [(vars(part), set(vars(part))) for part in module.modules()]
 
     def put(part: nn.Module, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Functions of torch on tensors of a fusion, such as `torch.relu(x)`. A call is recorded as ATen ops on "meta" tensors. The table `aten`
+"""Functions of torch on tensors of a fusion, such as `torch.relu(x)`. A call is recorded as ATen ops on "meta" tensors. `aten.TABLE`
 translates these ops. In the recording, multiples of large primes represent unknown sizes."""
 
 import operator

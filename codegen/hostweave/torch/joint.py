@@ -83,8 +83,8 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """`results_saved` if there is one rank. Its program returns these values only once. Empty on several ranks, because a result may be
-        sharded differently."""
+        """`results_saved` if there is one rank, whose program returns these values only once. Empty on several ranks, because a result and
+        the saved value may be sharded differently."""
         return self.results_saved if self.outer.mesh.size == 1 else {}
 
     @cached_property
@@ -291,7 +291,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _read_logits(made: GraphModule) -> None:
-    """Makes nll_loss_backward, which needs only a shape, read the logits, so that log-probabilities are not saved."""
+    """Makes nll_loss_backward read the logits, so that log-probabilities are not saved. The op needs only their shape."""
     for node in made.graph.nodes:
         source: Any = node.args[1] if op_of(node) == "nll_loss_backward.default" else None
         views: list[Any] = []

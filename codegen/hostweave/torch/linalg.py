@@ -44,7 +44,7 @@ def _first(failed: list[Any]) -> Any:
 
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
     """Solves a x = b. Up to `_ROWS` rows are substituted one by one, so an infinity or NaN in a row of b reaches only rows that depend on
-    this row, as in torch. Larger matrices are inverted, because each row takes a kernel."""
+    this row, as in torch. Larger matrices are inverted, because substitution needs a kernel per row."""
     n = a.shape[-1]
     if n > _ROWS:
         return torch.matmul(_inverse(a.mT, unit).mT if upper else _inverse(a, unit), b)
@@ -60,8 +60,8 @@ def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
 
 
 def _inverse(a: Any, unit: bool) -> Any:
-    """Inverts a lower triangular matrix. Each step doubles the inverted diagonal blocks: the inverse of [[A, 0], [C, B]] has the block
-    -B^-1 C A^-1 below A^-1."""
+    """Inverts a lower triangular matrix. Each step doubles the size of the inverted diagonal blocks: the inverse of [[A, 0], [C, B]] has
+    the block -B^-1 C A^-1 below A^-1."""
     n, rows = a.shape[-1], _rows(a)
     columns = rows.mT
     made: Any = (rows == columns).to(a.dtype)
@@ -240,7 +240,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
 }
-# Ops that torch's own rules differentiate: gradients of Cholesky ops are symmetric.
+# Ops that torch's own rules differentiate. These rules give Cholesky ops symmetric gradients.
 DERIVED = {
     aten.linalg_cholesky_ex.default,
     aten.cholesky_solve.default,

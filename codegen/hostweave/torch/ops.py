@@ -137,7 +137,7 @@ _op(
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention that stores its scores, for dropout and all masks."""
+    """Attention that stores its scores. Supports dropout and any mask."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)

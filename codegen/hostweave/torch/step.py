@@ -30,8 +30,8 @@ class TrainingStep(Differentiated):
     """A training step, as `hostweave.torch.compile` returns it for `optimizer=`. A call returns the module's results, and updates
     parameters.
 
-    The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. In each update, the
-    optimizer's code computes numbers such as learning rates. Apart from `capture`, a TrainingStep is otherwise a CompiledModule.
+    The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. Before each update,
+    the optimizer's code computes numbers such as learning rates on the host. A TrainingStep is a CompiledModule without `capture`.
 
     With `accumulate=N`, the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
     `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the update is skipped if a gradient is not finite:

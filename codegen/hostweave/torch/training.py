@@ -87,8 +87,8 @@ class Differentiated(CompiledModule):
 
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
-    the outputs and the values saved for the backward pass. The program `backward` computes the gradients. Apart from `capture`, a
-    TrainingModule is otherwise a CompiledModule."""
+    the outputs and the values saved for the backward pass. The program `backward` computes the gradients. A TrainingModule is a
+    CompiledModule without `capture`."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph(joint.shared)

@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Location(Path(self._file).name, frame.f_lineno, linecache.getline(self._file, frame.f_lineno))
 
     def _operand(self, base: str, key: str, kind: str, one: Any) -> Any:
-        """Converts an argument to an OperandSource or a Number. Attributes, such as dims, do not change."""
+        """Converts an argument to an OperandSource or a Number. Returns attributes, such as dims, unchanged."""
         if isinstance(one, list | tuple):
             return type(one)(self._operand(base, key, kind, each) for each in one)
         is_tensor = isinstance(one, torch.Tensor)

@@ -55,7 +55,7 @@ def aten(*names: str) -> Callable[[Translation], Translation]:
     return enter
 
 
-# Arguments that `computed` does not pass to an entry.
+# Keyword arguments that `computed` does not pass to an entry.
 _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 
 
