@@ -310,7 +310,7 @@ TAKES = "the program takes x: f32[M@x, K], w: f32[K, N]"
         ((X, W, W), {}, f"program: 3 positional arrays for 2 inputs; {TAKES}"),
         ((X,), {"x": X}, "program: argument x is given by position and by name; omit one of them"),
         ((X,), {}, f"program: missing argument w; {TAKES}"),
-        ((X,), {"v": W}, f"program: unknown argument v; {TAKES}"),
+        ((X,), {"v": W}, f"program: there is no argument v; {TAKES}"),
     ],
 )
 def test_wrong_numbers_and_names_of_arrays(given: tuple[Any, ...], named: dict[str, Any], message: str) -> None:
@@ -396,7 +396,7 @@ def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(t
         (lambda: hw.HostProgram.parse(None), "parse: text=None is not a str; write parse(text)"),
         (lambda: A.shard(X, 0, None), "shard: mesh=None is not a Mesh; write shard(array, rank, mesh)"),
         (lambda: A.shard([[1.0]], 0, MESH), "shard: list is not an array; pass an array, such as np.asarray of a list"),
-        (lambda: hw.f32["M@y"].shard(X, 0, MESH), "f32[M@y]: no axis y in mesh(x=2); its axes: x"),
+        (lambda: hw.f32["M@y"].shard(X, 0, MESH), "f32[M@y]: there is no axis y in mesh(x=2); its axes: x"),
         (lambda: A.unshard([X, None], MESH), "unshard: NoneType is not an array; pass an array, such as np.asarray of a list"),
         (lambda: A.block((-4, 2), 0, MESH), "block: [-4, 2] is not a shape; pass the shape of the global array"),
         (lambda: hw.fusion(x=A)(3), "fusion @program: 3 is not a function; write a def below the line of the decorator"),
@@ -421,7 +421,7 @@ def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(t
         (lambda: hw.init(timeout="a minute"), "hw.init: timeout='a minute' is not a number of seconds; pass a number such as 60"),
         (lambda: PRODUCT(X, W, group="default"), "program: group='default' is not a group; pass the result of hw.init or group.split"),
         (lambda: PRODUCT(X, W, sizes=[4]), 'program: sizes=: [4] is not a dict of names; write {"M": 8}'),
-        (lambda: PRODUCT(X, W, sizes={"Q": 4}), "program: sizes=: no size named Q; the sizes of the program: M, K, N"),
+        (lambda: PRODUCT(X, W, sizes={"Q": 4}), "program: sizes=: there is no size named Q; the sizes of the program: M, K, N"),
     ],
 )
 def test_messages_of_mistakes(act: Callable[[], Any], message: str) -> None:

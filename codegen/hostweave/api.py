@@ -55,7 +55,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
         raise ProgramError(f"compile: {program!r} is neither a fusion nor a host program; mark a function with @hw.fusion(...)")
     options = options_of(options, program.name)
     if target not in NAMES:
-        raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
+        raise ProgramError(f"{program.name}: there is no target {target!r}; the targets are {' and '.join(NAMES)}")
     options = options if options.machine else replace(options, machine=find_target(target).machine(program.mesh.size))
     with without_garbage_collection():
         made = compiled(program, target, options)

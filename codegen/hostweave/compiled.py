@@ -167,7 +167,7 @@ class Compiled:
             raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is not a dict of names; write {{"M": 8}}')
         if unknown := sizes.keys() - set(self.host.given_sizes()):
             named, known = ", ".join(sorted(map(str, unknown))), ", ".join(self.host.given_sizes()) or "none"
-            raise ArgumentError(f"{self.host.name}: {what}: no size named {named}; the sizes of the program: {known}")
+            raise ArgumentError(f"{self.host.name}: {what}: there is no size named {named}; the sizes of the program: {known}")
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
         if large := [f"{name}={size}" for name, size in sizes.items() if size > MAX_SIZE]:

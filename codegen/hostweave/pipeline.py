@@ -167,7 +167,7 @@ def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
     known = dict.fromkeys(name for type in types for size in type.shape for name in size.symbols if name not in program.depths)
     if unknown := [name for name in sizes if name not in known]:
         here, there = ", ".join(unknown), ", ".join(known) or "none"
-        raise ProgramError(f"{program.name}: Options: sizes: no size named {here}; the sizes of the program: {there}")
+        raise ProgramError(f"{program.name}: Options: sizes: there is no size named {here}; the sizes of the program: {there}")
     for op in program.all_ops:
         for size in op.result.type.shape:
             if sizes.keys() >= set(size.symbols) and (why := _why_impossible(size, sizes)):

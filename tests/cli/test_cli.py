@@ -90,7 +90,7 @@ def test_demo_of_a_wrong_result(capsys: Captured, tmp_path: Path, monkeypatch: p
 
 def test_demo_of_an_unknown_program(capsys: Captured) -> None:
     message = mistake_of(capsys, "demo", "--program", "nothing")
-    assert message.startswith("demo: no program 'nothing'; use one of allgather, allreduce, ")
+    assert message.startswith("demo: there is no program 'nothing'; use one of allgather, allreduce, ")
 
 
 # --- inspect ----------------------------------------------------------------------------------------------------------
@@ -128,7 +128,10 @@ def test_inspect_finds_the_examples_of_the_package(capsys: Captured, tmp_path: P
 def test_inspect_shows_one_file(capsys: Captured) -> None:
     assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "program.h") == golden_source("ag_matmul_p2p", "program.h")
     files = "program.hw, program.h, program.cpp, binding.cpp"
-    assert mistake_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "kernels.cu") == f"--only kernels.cu: no such file; use one of {files}"
+    assert (
+        mistake_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "kernels.cu")
+        == f"--only kernels.cu: there is no such file; use one of {files}"
+    )
 
 
 def test_inspect_shows_one_function(capsys: Captured) -> None:
@@ -142,7 +145,7 @@ def test_inspect_shows_one_function(capsys: Captured) -> None:
         assert len(re.findall(rf"@{name}\(", one.splitlines()[0])) == 1
         assert one.count("{") == one.count("}")
     mistake = mistake_of(capsys, "inspect", llama, "--after", "input", "--only", "nothing")
-    assert mistake == "--only nothing: no such function; use one of layer, prefill"
+    assert mistake == "--only nothing: there is no such function; use one of layer, prefill"
     assert "-  %" in output_of(capsys, "inspect", llama, "--after", "all", "--only", "layer")
 
 
@@ -190,7 +193,7 @@ def test_inspect_memory_of_a_program_without_temporaries(capsys: Captured) -> No
         ("K", "--sizes K: 'K' is not a size; write NAME=NUMBER, with commas between several"),
         ("M=" + 5000 * "9", f"--sizes M={20 * '9'}: no memory holds so many elements; pass a smaller size"),
         ("m=1,K=x", "--sizes m=1,K=x: 'K=x' is not a size; write NAME=NUMBER, with commas between several"),
-        ("M=8", "ag_matmul_p2p: Options: sizes: no size named M; the sizes of the program: m, K, N"),
+        ("M=8", "ag_matmul_p2p: Options: sizes: there is no size named M; the sizes of the program: m, K, N"),
     ],
 )
 def test_inspect_memory_at_wrong_sizes(capsys: Captured, sizes: str, message: str) -> None:
@@ -261,9 +264,11 @@ def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> Non
     assert mistake_of(capsys, "inspect", str(text)).startswith(f"{text}: line 1, column 15: unknown dtype 'f33'; use one of ")
     assert mistake_of(capsys, "inspect", str(empty)) == f"{empty}: defines no program; decorate a function with @hw.fusion"
     assert mistake_of(capsys, "inspect", f"{SEEDS}:nothing").startswith(
-        f"{SEEDS}: no program 'nothing'; give {SEEDS}:NAME with one of allgather, "
+        f"{SEEDS}: there is no program 'nothing'; give {SEEDS}:NAME with one of allgather, "
     )
-    assert mistake_of(capsys, "inspect", str(SEEDS)).startswith(f"{SEEDS}: several programs; give {SEEDS}:NAME with one of allgather, ")
+    assert mistake_of(capsys, "inspect", str(SEEDS)).startswith(
+        f"{SEEDS}: there are several programs; give {SEEDS}:NAME with one of allgather, "
+    )
 
 
 def test_constants_that_cannot_be_set(capsys: Captured) -> None:
@@ -271,7 +276,7 @@ def test_constants_that_cannot_be_set(capsys: Captured) -> None:
         return mistake_of(capsys, "inspect", program, "--set", setting)
 
     assert set_to("D") == "--set D: there is no '='; write NAME=VALUE"
-    assert set_to("Q=1") == "seeds.py: no top-level constant 'Q' to set"
+    assert set_to("Q=1") == "seeds.py: there is no top-level constant 'Q' to set"
     assert set_to("D=x") == "--set D=x: x is not a Python literal; quote a string twice, as in NAME='\"text\"'"
     assert set_to("D=0").endswith("mesh axis x has size 0: it must be an int of at least 1")
     file = str(GOLDEN / "add" / "input.hw")
@@ -280,7 +285,7 @@ def test_constants_that_cannot_be_set(capsys: Captured) -> None:
 
 def test_no_such_pass(capsys: Captured) -> None:
     stages = ", ".join(STAGES)
-    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; use one of {stages}, all"
+    assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: there is no such stage; use one of {stages}, all"
 
 
 # --- timeline ---------------------------------------------------------------------------------------------------------
@@ -295,12 +300,12 @@ def test_timeline(capsys: Captured, tmp_path: Path) -> None:
         assert (tmp_path / f"t.{suffix}").read_text().startswith(start)
     to = ("--output", str(tmp_path / "t.svg"))
     assert output_of(capsys, "timeline", "transformer:mlp_tp", "--ranks", "dp=2,tp=2", *to).count("  rank ") == 4
-    assert mistake_of(capsys, "timeline", P2P, "--sizes", "Q=8", *to).startswith("ag_matmul_p2p: Options: sizes: no size named Q")
+    assert mistake_of(capsys, "timeline", P2P, "--sizes", "Q=8", *to).startswith("ag_matmul_p2p: Options: sizes: there is no size named Q")
     measured = ("timeline", P2P, *AT_FOUR, "--measure", *to)
     out = output_of(capsys, *measured, "--sizes", "m=32,K=64,N=16")
     assert "measured on cpu, the median of 20 calls" in out
     assert "  matmul y_i: predicted " in out
-    assert mistake_of(capsys, *measured, "--sizes", "m=32") == "--measure: no size for K, N; give --sizes K=1024,N=1024"
+    assert mistake_of(capsys, *measured, "--sizes", "m=32") == "--measure: no size is given for K, N; give --sizes K=1024,N=1024"
     assert mistake_of(capsys, *measured, "--ranks", "2").startswith("--measure: runs the program on its own mesh; omit --ranks")
     hosts = ("timeline", "transformer:mlp_tp", "--ranks", "dp=4,tp=4", *to)
     assert "and 45 GB/s between hosts (--network)" in output_of(capsys, *hosts, "--network", "45e9,5e-6")
@@ -371,7 +376,7 @@ def test_check_prints_the_proven_properties(capsys: Captured) -> None:
 def test_help_and_mistakes_of_commands(capsys: Captured) -> None:
     assert output_of(capsys).startswith("usage: hostweave ")
     assert mistake_of(capsys, "dmeo") == "there is no command dmeo; did you mean demo?"
-    assert mistake_of(capsys, "bench", "overlapp") == "bench: no benchmark 'overlapp'; did you mean overlap?"
+    assert mistake_of(capsys, "bench", "overlapp") == "bench: there is no benchmark 'overlapp'; did you mean overlap?"
     assert "overlap " in output_of(capsys, "bench", "--list")
     assert {one["name"] for one in json.loads(output_of(capsys, "bench", "--list", "--json"))} >= {"overlap", "compiler"}
     assert json.loads(output_of(capsys, "doctor", "--json"))[0]["name"] == "python"

@@ -210,7 +210,7 @@ REFUSED = {
     ),
     "mesh": (
         LAYER + "@hw.fusion(x=hw.f32['M', 'E'], w=T['w'])\ndef f(x, w):\n    return layer(x, w)",
-        "mlp.py:3: f32[M@x, E]: no axis x in mesh(); its axes: none",
+        "mlp.py:3: f32[M@x, E]: there is no axis x in mesh(); its axes: none",
     ),
     "size": (
         "@hw.block(**T)\ndef layer(x, w):\n    return hw.sum(hw.broadcast_to(x, 'B', 'M', 'E'), 'B')\n" + FUSION + "    return layer(x, w)",

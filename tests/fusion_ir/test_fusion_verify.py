@@ -20,8 +20,8 @@ def text(ops: str, result: str = "%y", inputs: str = "%x: f32[8@x, 4], %w: f32[4
 
 AS_GIVEN = [
     ("%y: f32[8, 4] = add(%x)", "text:2: add: takes 2 operands, not 1"),
-    ("%y: f32[8, 4] = negative(%x, axis=(0,))", "text:2: negative: no attribute axis=(0,); its attributes: none"),
-    ("%y: f32[8] = sum(%x, axis=1)", "text:2: sum: no attribute axis=1; its attributes: axis (tuple), keepdims (bool)"),
+    ("%y: f32[8, 4] = negative(%x, axis=(0,))", "text:2: negative: there is no attribute axis=(0,); its attributes: none"),
+    ("%y: f32[8] = sum(%x, axis=1)", "text:2: sum: there is no attribute axis=1; its attributes: axis (tuple), keepdims (bool)"),
     ("%y: f32[8] = sum(%x)", "text:2: sum: attribute axis is missing; write axis=(0,)"),
     ("%y: f32[8] = sum(%x, axis=(2,))", "text:2: sum: axis=(2,) is out of range; dims go from 0 to 1"),
     ("%y: f32[4] = select(%x, index=0)", "text:2: select: attribute axis is missing; write axis=0"),
@@ -48,7 +48,7 @@ AS_GIVEN = [
     ("%y: f32[8, 5] = negative(%x)", "text:2: negative: %y is f32[8, 5], but its operands give f32[8, 4]; correct its type"),
     ("%y: f16[8, 4] = negative(%x)", "text:2: negative: %y is f16[8, 4], but its operands give f32[8, 4]; correct its type"),
     ("%y: f32[8, 4] = negative(%x)\n%y: f32[8, 4] = exp(%x)", "text:3: %y is defined twice; give one of them another name"),
-    ("%y: f32[8@z, 4] = negative(%x)", "text:2: f32[8@z, 4]: no axis z in mesh(x=4); its axes: x"),
+    ("%y: f32[8@z, 4] = negative(%x)", "text:2: f32[8@z, 4]: there is no axis z in mesh(x=4); its axes: x"),
     ("%y: f32[8, 4] stream(0, 0) = negative(%x)", "text:2: stream of %y: chunks=0 is not at least 1"),
 ]
 
@@ -170,7 +170,7 @@ WRONG = [
     (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but the all_gather of f32[8@a,b, 6] is f32[8@a, 6]; correct the type of %y"),
     (0, "axes=(a, b)", "axes=(a, c)", "(a, c) are not axes of mesh(a=2, b=2), each named once"),
     (0, ", axes=(a, b)", "", "attribute axes is missing; write axes=(x)"),
-    (0, "axes=(a, b)", "axes=(0, 1)", "no attribute axes=(0, 1); its attributes: dim (int), axes (MeshAxes)"),
+    (0, "axes=(a, b)", "axes=(0, 1)", "there is no attribute axes=(0, 1); its attributes: dim (int), axes (MeshAxes)"),
     (0, "dim=0", "dim=2", "dim=2 is out of range; f32[8@a,b, 6] has dims 0 to 1"),
     (1, "axes=(b)", "axes=(a)", "(a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
     (2, "to=1", "to=0", "%y is f32[8@a, 6@b], but the all_to_all of f32[8@a,b, 6] is f32[8@a,b,b, 6]; correct the type of %y"),

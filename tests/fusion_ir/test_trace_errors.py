@@ -394,7 +394,7 @@ ERRORS = {
         "4: reshard: f32[8, K] cannot become f32[X@x, K]; dim 0 is 8 and not X: write '8@x'",
     ),
     "reshard dim": ('return hw.reshard(x, "M@", "K")', {}, "4: reshard: not a dim: 'M@'; write it like 'M', 'M@x' or 'M@dp,tp'"),
-    "reshard axis": ('return hw.reshard(x, "M@y", "K")', {}, "4: bf16[M@y, K]: no axis y in mesh(x=8); its axes: x"),
+    "reshard axis": ('return hw.reshard(x, "M@y", "K")', {}, "4: bf16[M@y, K]: there is no axis y in mesh(x=8); its axes: x"),
     "reshard twice": (
         'return hw.reshard(x, "M@x", "K@x")',
         {},
@@ -405,7 +405,7 @@ ERRORS = {
         {"x": 'hw.f32["M@x", "K@x"]'},
         "2: f32[M@x, K@x]: mesh axis x is used twice; each axis can split one dim",
     ),
-    "axis of the mesh": ("return x", {"x": 'hw.f32["M@y"]'}, "2: f32[M@y]: no axis y in mesh(x=8); its axes: x"),
+    "axis of the mesh": ("return x", {"x": 'hw.f32["M@y"]'}, "2: f32[M@y]: there is no axis y in mesh(x=8); its axes: x"),
     "dim of an input": ("return x", {"x": 'hw.f32["M/2"]'}, "2: not a dim of an input: 'M/2'; give it one name"),
     "dim type": ("return x", {"x": "hw.f32[1.5]"}, "2: not a dim: 1.5; write a name or an int"),
     "empty dim": ("return x", {"x": "hw.f32[0]"}, "2: a dim has at least one element, not 0"),

@@ -73,7 +73,10 @@ def test_coordinates_in_a_mesh_of_some_ranks() -> None:
             lambda: GRID.ranks([0, 5]),
             "ranks: [0, 5] is not a row-major block of mesh(dp=2, tp=4), so its axes cannot be inferred; name them: .ranks([...], x=2)",
         ),
-        (lambda: hw.f32["M@tp"].on(FIRST), "f32[M@tp] on mesh(x=2 of ranks 0, 1): no axis tp in mesh(x=2 of ranks 0, 1); its axes: x"),
+        (
+            lambda: hw.f32["M@tp"].on(FIRST),
+            "f32[M@tp] on mesh(x=2 of ranks 0, 1): there is no axis tp in mesh(x=2 of ranks 0, 1); its axes: x",
+        ),
     ],
 )
 def test_error_of_a_mesh(make: Any, message: str) -> None:

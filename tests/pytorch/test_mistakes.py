@@ -280,7 +280,7 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "target": (
         lambda c, op: hostweave.torch.compile(Layer().eval(), MESH, {}, (X,), target="gpu"),
-        "layer: no target 'gpu'; the targets are cpu and cuda",
+        "layer: there is no target 'gpu'; the targets are cpu and cuda",
     ),
     "a class": (lambda c, op: compiled(module=Layer), "<class '.*Layer'> is not a torch.nn.Module; pass the module, not its"),
     "arrays of NumPy": (

@@ -222,7 +222,7 @@ def test_names() -> None:
     takes = "; the program takes x: bf16[M@x, K], w: bf16[K, N]"
     with pytest.raises(ArgumentError, match=r"^ag_matmul: missing argument w" + takes.replace("[", r"\[").replace("]", r"\]")):
         MATMUL.run(x=X.astype(BF16))
-    assert message_of(z=X) == "ag_matmul: unknown argument z" + takes
+    assert message_of(z=X) == "ag_matmul: there is no argument z" + takes
 
 
 def test_chunks_that_do_not_divide_a_size() -> None:

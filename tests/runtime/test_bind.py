@@ -71,8 +71,8 @@ def _torch() -> Any:
 
 
 MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
-    "unknown": (lambda p: p.bind(weight=W), "affine: bind: weight: no such input; use one of x, w, b"),
-    "unknown, near": (lambda p: p.bind(ww=W), r"affine: bind: ww: no such input; did you mean w\?"),
+    "unknown": (lambda p: p.bind(weight=W), "affine: bind: weight: there is no such input; use one of x, w, b"),
+    "unknown, near": (lambda p: p.bind(ww=W), r"affine: bind: ww: there is no such input; did you mean w\?"),
     "twice": (
         lambda p: p.bind(w=W).bind(w=W),
         "affine: bind: w: is bound already; omit it, or bind the original program",

@@ -107,7 +107,7 @@ def test_mistakes() -> None:
     def on_rank(rank: int) -> None:
         hw.init(threads)
         for wrong, message in (
-            ({"S": 1}, "mlp: prepare: no size named S; the sizes of the program: T, E, F"),
+            ({"S": 1}, "mlp: prepare: there is no size named S; the sizes of the program: T, E, F"),
             ({"T": -1}, "mlp: prepare: T=-1: a size is an int of at least 0"),
             ({"T": 4, "E": 2}, "mlp: prepare: the size F is missing; pass its global value"),
         ):

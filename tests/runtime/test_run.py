@@ -141,7 +141,7 @@ def test_schedules_nest_and_end() -> None:
     assert not schedule().seeded
     with pytest.raises(ArgumentError) as error, seeded(0, "best"):
         pass
-    assert str(error.value) == "seeded: no picker 'best'; the pickers are mixed, uniform, pct, hosts"
+    assert str(error.value) == "seeded: there is no picker 'best'; the pickers are mixed, uniform, pct, hosts"
 
 
 def test_measure() -> None:
@@ -240,7 +240,7 @@ def test_properties() -> None:
     assert str(error.value) == "ag_matmul: was compiled from host IR and has no fusion IR; see host_ir"
     with pytest.raises(ProgramError) as error:
         hw.compile(ag_matmul, target="tpu")
-    assert str(error.value) == "ag_matmul: no target 'tpu'; the targets are cpu and cuda"
+    assert str(error.value) == "ag_matmul: there is no target 'tpu'; the targets are cpu and cuda"
 
 
 def test_wrong_arguments_of_compile_and_measure() -> None:

@@ -298,7 +298,7 @@ def test_ranks_of_a_mesh_of_two_axes_need_names() -> None:
 
 def test_sizes_that_the_program_does_not_have() -> None:
     made = hw.compile(product(2, ("M", "N")), options=hw.Options(check=False))
-    with pytest.raises(ArgumentError, match="predict: no size named Q; the sizes of the program: M, K, N"):
+    with pytest.raises(ArgumentError, match="predict: there is no size named Q; the sizes of the program: M, K, N"):
         made.predict({"Q": 8})
 
 

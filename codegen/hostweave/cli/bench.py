@@ -45,7 +45,7 @@ def bench(names: Sequence[str]) -> int:
     chosen, begin = names or [name for name in benchmark_names() if name != RUNS_ALL], perf_counter()
     for number, name in enumerate(chosen, 1):
         if name not in benchmark_names():
-            raise HostweaveError(f"bench: no benchmark {name!r}; {did_you_mean(name, benchmark_names())}")
+            raise HostweaveError(f"bench: there is no benchmark {name!r}; {did_you_mean(name, benchmark_names())}")
         if needs := _missing_requirement(name):
             if names:
                 raise HostweaveError(f"bench: {name} {needs}")

@@ -28,7 +28,7 @@ def demo(name: str, ranks: int, target: str | None) -> int:
     """Runs a program of examples/seeds.py, and prints its fusion and C++. Returns 0 if the results match NumPy."""
     seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
     if name not in seeds:
-        raise HostweaveError(f"demo: no program {name!r}; use one of {', '.join(seeds)}")
+        raise HostweaveError(f"demo: there is no program {name!r}; use one of {', '.join(seeds)}")
     fusion = seeds[name]
     assert isinstance(fusion, Fusion)
     usable = [found for found in map(find_target, NAMES) if not found.why_not_here(ranks)]

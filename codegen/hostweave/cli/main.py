@@ -217,7 +217,9 @@ def _inspect(options: argparse.Namespace) -> None:
     elif options.after in dict(stages):
         show(_only([(options.after, dict(stages)[options.after])], options.only)[0][1], "ir")
     else:
-        raise HostweaveError(f"--after {options.after}: no such stage; use one of input, {', '.join(p.__name__ for p in PASSES)}, all")
+        raise HostweaveError(
+            f"--after {options.after}: there is no such stage; use one of input, {', '.join(p.__name__ for p in PASSES)}, all"
+        )
     if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
         for note in costly_choices(fusions[-1], host, _sizes(options.sizes)):
             print(f"note: {note}", file=sys.stderr)
@@ -244,7 +246,7 @@ def random_inputs(program: Fusion | HostProgram, sizes: Mapping[str, int]) -> di
 
     if missing := {name for value in program.arguments for size in value.type.shape for name in size.symbols} - sizes.keys():
         example = ",".join(f"{name}=1024" for name in sorted(missing))
-        raise HostweaveError(f"--measure: no size for {', '.join(sorted(missing))}; give --sizes {example}")
+        raise HostweaveError(f"--measure: no size is given for {', '.join(sorted(missing))}; give --sizes {example}")
     return {value.name: random_array(value.type, sizes) for value in program.arguments}
 
 
@@ -268,7 +270,7 @@ def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple
 
 def _one_of(texts: Mapping[str, str], name: str, what: str) -> str:
     if name not in texts:
-        raise HostweaveError(f"--only {name}: no such {what}; use one of {', '.join(texts)}")
+        raise HostweaveError(f"--only {name}: there is no such {what}; use one of {', '.join(texts)}")
     return texts[name]
 
 

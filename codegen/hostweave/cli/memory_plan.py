@@ -198,7 +198,9 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
     divides as required."""
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"
-        raise HostweaveError(f"{program.name}: --sizes: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
+        raise HostweaveError(
+            f"{program.name}: --sizes: there is no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}"
+        )
     bound = default_sizes(program, sizes)
     numbered = [f"{number:4}  {line}" for number, line in enumerate(str(program).splitlines(), 1)]
     at = ", ".join(f"{name}={size}" for name, size in bound.items())

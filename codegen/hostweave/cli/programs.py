@@ -30,7 +30,7 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
                 setattr(module, f"_{name}_given", unset.pop(name))
                 statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
     if unset:
-        raise HostweaveError(f"{path.name}: no top-level constant {next(iter(unset))!r} to set")
+        raise HostweaveError(f"{path.name}: there is no top-level constant {next(iter(unset))!r} to set")
     folder = str(path.resolve().parent)  # imports search the file's folder, like `python FILE`
     sys.path.insert(0, folder)
     previous = sys.modules.get(module.__name__)
@@ -66,7 +66,7 @@ def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> 
     if not programs:
         raise HostweaveError(f"{file}: defines no program; decorate a function with @hw.fusion")
     if name not in programs:
-        what = f"no program {name!r}" if name else "several programs"
+        what = f"there is no program {name!r}" if name else "there are several programs"
         raise HostweaveError(f"{file}: {what}; give {file}:NAME with one of {', '.join(programs)}")
     return programs[name]
 

@@ -150,7 +150,7 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
     for name, value in op.attributes:
         if not any(a.name == name and (type(value) is a.type or (a is VALUE and type(value) is int)) for a in definition.attributes):
             known = ", ".join(f"{attribute.name} ({attribute.type.__name__})" for attribute in definition.attributes) or "none"
-            raise ProgramError(f"{op.kind}: no attribute {name}={value}; its attributes: {known}", op.location)
+            raise ProgramError(f"{op.kind}: there is no attribute {name}={value}; its attributes: {known}", op.location)
     for attribute in definition.attributes:
         if attribute.default is None and attribute.name not in dict(op.attributes):
             example = f"{attribute.name}={EXAMPLES[attribute.type]}"

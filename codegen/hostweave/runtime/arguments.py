@@ -34,7 +34,7 @@ def ordered_inputs(
     if already_bound := [name for name in named if name in bound]:
         raise ArgumentError(f"{program}: argument {already_bound[0]} is bound; omit it, or call the program without this binding")
     if unknown := [name for name in named if name not in names]:
-        raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature()}")
+        raise ArgumentError(f"{program}: there is no argument {', '.join(sorted(unknown))}; {signature()}")
     if missing := [name for name in names if name not in arrays]:
         raise ArgumentError(f"{program}: missing argument {', '.join(sorted(missing))}; {signature()}")
     return tuple(arrays[name] for name in names)
@@ -124,7 +124,7 @@ class BoundInputs:
             if name in {output.memory for output in host.results}:
                 raise ArgumentError(f"{where}: is donated, so each call writes to it; pass it to each call")
             if name not in types:
-                raise ArgumentError(f"{where}: no such input; {did_you_mean(name, types)}")
+                raise ArgumentError(f"{where}: there is no such input; {did_you_mean(name, types)}")
             library, accepted = accept(f"{host.name}: bind", target, name, types[name], array)
             _check_sizes(where, types[name], host.mesh, tuple(accepted.shape))
             self.arrays[name] = library, accepted

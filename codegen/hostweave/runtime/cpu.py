@@ -58,7 +58,7 @@ def seeded(
     Example: `with cpu.seeded(7): y = program.run(x, w)`.
     """
     if picker not in PICKERS:
-        raise ArgumentError(f"seeded: no picker {picker!r}; the pickers are {', '.join(PICKERS)}")
+        raise ArgumentError(f"seeded: there is no picker {picker!r}; the pickers are {', '.join(PICKERS)}")
     flags = (-1 if flag is None else int(flag) for flag in (ordered_launches, buffered_sends, check_dependencies))
     return _use_schedule(CpuSchedule(True, seed, PICKERS.index(picker), *flags))
 

@@ -224,7 +224,7 @@ class TensorType:
         for axis in (*self.axes, *(self.partial.axes if self.partial else ())):
             if axis not in dict(mesh.axes):
                 known = ", ".join(name for name, _ in mesh.axes) or "none"
-                raise ProgramError(f"{self}: no axis {axis} in {mesh}; its axes: {known}", location)
+                raise ProgramError(f"{self}: there is no axis {axis} in {mesh}; its axes: {known}", location)
         for dim in self.dims:
             if isinstance(dim.axes, Zigzag) and dim.size.is_uneven(count := pieces(dim.axes, mesh), ()):
                 why = f"each of {mesh.size_of(dim.axes)} ranks has two pieces of dim {dim}, but {count} does not divide {dim.size}"

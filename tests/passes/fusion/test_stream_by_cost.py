@@ -91,7 +91,7 @@ def test_impossible_typical_sizes(size: int, message: str) -> None:
     with pytest.raises(ProgramError, match=r"^test_stream_by_cost.py:\d+: Options: sizes: ") as caught:
         hw.compile(f, options=Options(sizes={"M": size}))
     assert message in str(caught.value)
-    with pytest.raises(ProgramError, match=r"^f: Options: sizes: no size named m, N; the sizes of the program: M$"):
+    with pytest.raises(ProgramError, match=r"^f: Options: sizes: there is no size named m, N; the sizes of the program: M$"):
         hw.compile(f, options=Options(sizes={"m": 8, "N": 8, "M": 8}))
 
 
