@@ -187,10 +187,11 @@ class Program:
     ) -> Report:
         """Predicts the timeline of a call on all ranks. The program does not run, so the machine need not exist.
 
-        `sizes` are global sizes by name. A missing size is taken from `Options(sizes=...)`, or is 4096. `machine` has the figures for the
-        prediction, by default those of the options. `ranks` is another number of ranks, or other sizes of mesh axes by name. The compiler
-        then makes its choices again. For more than 8 ranks, the machine needs a `network` between hosts. The prediction ignores the time in
-        which hosts enqueue work. `print(report)` shows the totals, and `report.save("f.html")` writes a page.
+        `sizes` are global sizes by name. A missing size is taken from `Options(sizes=...)`, or is 4096, rounded up to a possible size.
+        `machine` has the figures for the prediction, by default those of the options. `ranks` is another number of ranks, or other sizes of
+        mesh axes by name. The compiler then makes its choices again. For more than 8 ranks, the machine needs a `network` between hosts.
+        The prediction ignores the time in which hosts enqueue work. `print(report)` shows the totals, and `report.save("f.html")` writes a
+        page.
 
         Raises ArgumentError for invalid `sizes`, and ProgramError if the prediction is impossible; the message says why.
 

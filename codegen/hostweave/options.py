@@ -23,17 +23,17 @@ class Options:
     - `check`: True proves that the host program has no races and no deadlocks, and compares its results with those of the fusion. False
       skips the check. The default checks programs for up to 16 ranks.
     - `sizes`: typical sizes of dims by name. The compiler optimises for these sizes, and assumes 4096 for others.
-    - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls if the cost model predicts a gain. The cost model needs known
-      sizes: ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent computation if the cost
-      model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest. Later compiles reuse
-      the result. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by
-      `.stream(...)`. If the chunks of a chosen loop do not divide a size of a call, this call runs without chosen loops. `Program.explain`
-      shows the choices.
+    - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls or attention if the cost model predicts a gain. The cost
+      model needs known sizes: ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent
+      computation if the cost model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the
+      fastest. Later compiles reuse the result. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the
+      program states by `.stream(...)`. If the chunks of a chosen loop do not divide a size of a call, this call runs without chosen loops.
+      `Program.explain` shows the choices.
     - `choices`: algorithms that replace those of the cost model, such as `{"@ag_matmul %x_gathered": "put(8)"}`. The keys are the names
       that `Program.explain` shows. "none" means no loop.
     - `machine`: figures for the cost model. By default, these are the figures that `hostweave calibrate` measured on this machine. If there
       are none, an H100 or H200 uses the figures that come with the package. Other GPUs use the figures of H200, and `Program.explain` says
-      so.
+      so. The default on the CPU target is always H200.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
       rounds its partial sum to the dtype of the result.
     - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), and accumulate in f32. This is several times faster.
@@ -44,8 +44,8 @@ class Options:
         Needs peer access between the GPUs, but no communication library.
       - one_sided: puts, gets and signals of the communication library. Needs version 2.29 or later (2.32 for moves between meshes).
       - auto: two_sided for most communication. A chunk loop uses peer if it has `.stream(..., algorithm="put")`, or if the cost model
-        chooses peer. Small all-reduces that a kernel consumes are part of the kernel, and read peer memory. If the ranks cannot use peer,
-        the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
+        chooses peer. Kernels do small all-reduces, reduce-scatters and all-gathers through peer memory, without the library. If the ranks
+        cannot use peer, the program falls back to one_sided, then to two_sided, and prints the reason on stderr.
 
       With peer or one_sided, every rank must have a shard in a chunk loop, and the shards must have equal sizes. The algorithm must be put,
       ring, or a collective of a slice of every shard.

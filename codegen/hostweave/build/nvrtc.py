@@ -13,8 +13,8 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.emit.cpp import quoted
 
-# -prec-div=false: exact division would double the time of most kernels; the error is then up to 2 ulp. -diag-suppress=186: no warning if an
-# op such as relu compares an unsigned number with zero.
+# -prec-div=false: divisions have errors of up to 2 ulp, because exact division would double the time of most kernels. -diag-suppress=186:
+# no warning if an op such as relu compares an unsigned number with zero.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false", "-diag-suppress=186")
 _INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same types as in the host compiler
 

@@ -1,13 +1,13 @@
 """Finds communications of one rank that must be ordered but are not.
 
 Three kinds must be ordered: communications on different channels that occupy multiprocessors, such communications on one channel if a
-kernel does one of them, and all signals and waits of a rank.
+generated kernel does one of them, and all signals and waits of a rank.
 
 Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for peers
 can then deadlock. Unordered kernels that exchange data on one channel share two slots of memory, and could overwrite data there.
 
 Ranks only count signals. A wait therefore cannot notice that a later signal has overtaken an earlier signal. A CUDA graph may execute its
-branches one after another, in any order that its edges allow. In each such order, signals and waits must run in the order of issue.
+branches one after another, in any order that its edges allow. The edges must therefore keep signals and waits in the order of issue.
 """
 
 from collections import defaultdict

@@ -51,7 +51,7 @@ def check(
     - Memory is read before it is written, or a donated input is read after it was overwritten.
     - An output is not written completely, or differs from the result of the fusion.
 
-    The order is happens-before, computed with vector clocks (Fidge 1988, Mattern 1989).
+    "Ordered" means happens-before, which is computed with vector clocks (Fidge 1988, Mattern 1989).
 
     If the program has signals, two consecutive calls are checked. A put of the second call must be ordered after the target rank's work in
     the first call. Three more rules apply:
@@ -142,7 +142,7 @@ class _Checker:
         return self.memories[_rank_of(part, access)][access.region.root]
 
     def expect_disjoint(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
-        """Raises ProgramError if two accesses of one task overlap, unless one instruction may do both."""
+        """Raises ProgramError if two accesses of one task overlap, unless one instruction overwrites its operand in place and may do so."""
         if not memory.overlap(access.region, second.region):
             return
         if part is other:

@@ -12,7 +12,7 @@ from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, R
 from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.size import Size, bound
 
-Variables = dict[str, int]  # values of loop indices and lets, and coordinates of the rank as "rank.x"
+Variables = dict[str, int]  # values of loop indices and lets, of "rank", and of the rank's coordinates, such as "rank.x"
 
 
 def size_of(program: ir.HostProgram, sizes: Sizes, size: Size, instruction: tree.Instruction | None) -> int:

@@ -36,8 +36,8 @@ DEFAULT_SIZE = 4096
 
 
 def default_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of a program. A size that is not given is DEFAULT_SIZE, or the next larger multiple of its minimal size. Repeats have their
-    stated numbers of calls."""
+    """Sizes of a program. A size that is not given is DEFAULT_SIZE, rounded up to a multiple of its minimal size. Repeats have their stated
+    numbers of calls."""
     smallest, depths = minimal_sizes(program), program.depths()
     return {name: depths.get(name) or given.get(name, -(-DEFAULT_SIZE // smallest[name]) * smallest[name]) for name in program.symbols()}
 
@@ -135,8 +135,8 @@ MAX_GROWTH = 1.5  # largest factor by which an enlarged dim may increase the num
 
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1]) -> tuple[dict[str, int], ...]:
-    """Small sizes to check: even sizes, uneven sizes if the program allows them, and larger sizes at which conditions on sizes change.
-    Ignores changes above `max_factor` times the minimal sizes."""
+    """Small sizes to check: sizes that divide evenly, uneven sizes if the program allows them, and larger sizes at which conditions on
+    sizes change. Ignores changes above `max_factor` times the minimal sizes."""
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
     small = _small_sizes(program, frozenset(name for condition in conditions for name in _deciding_symbols(condition)))

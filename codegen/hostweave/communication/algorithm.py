@@ -71,7 +71,7 @@ class Algorithm:
 
 class Lowering:
     """Emits the communication of one loop. `self.steps` describes the loop, and an argument `steps` describes one iteration. In a loop by
-    shard, only an iteration has an owner."""
+    shard, only the argument has an owner."""
 
     needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
     # Emits the matmul of `adds`. With the argument True, the matmul adds the contents of its buffer. If a buffer is given, it gets the sum.

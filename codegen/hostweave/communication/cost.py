@@ -56,7 +56,7 @@ def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, overlaps: bool) -> float:
     """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. With `overlaps`, the copies count only as a delay of
     concurrent ops."""
-    # The kernel sums the copied terms.
+    # A kernel sums the copied terms.
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
     return (copied * (MATMUL_SLOWDOWN_BY_COPIES - 1) if overlaps else copied) + LOOP_SECONDS + added

@@ -78,8 +78,8 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` with the rank as the outermost dim. Returns `full` itself if its blocks have the type `block` and follow one
-    another."""
+    """View of `full` with the rank as the outermost dim. Returns `full` itself if the type `block` of its blocks is given, and the blocks
+    follow one another."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):

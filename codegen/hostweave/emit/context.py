@@ -99,7 +99,7 @@ class ProgramContext:
         self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
         self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> C++ flag, and a mesh with these ranks
         self.channels: dict[str, ChannelMember] = {}
-        self.exchanges: dict[str, str] = {}  # channel -> C++ member with the exchange, which kernels on this channel use
+        self.exchanges: dict[str, str] = {}  # C++ member of a channel -> member of the exchange that kernels on this channel use
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each routing table
         self.plans: dict[PlanKey, Plan] = {}
         self.used_by_plans: set[str] = set()  # C++ names of sizes and coordinates in arguments of `prepare`
@@ -110,7 +110,7 @@ class ProgramContext:
         self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by the `key` of their emitters
         self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # keyed by the arguments of `launched`
         self.temporaries: dict[Begin, Temporary] = {}
-        self.needs_workspace = False  # True if a matmul is on the caller's stream, for which the program allocates a workspace
+        self.needs_workspace = False  # True if the program needs a workspace for matmuls on the caller's stream
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
         """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first."""

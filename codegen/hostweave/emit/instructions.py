@@ -83,7 +83,8 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Source lines, as comments, of the first instruction that does work, or of the ops of its kernel if they have its line too."""
+        """Source line, as a comment, of the first instruction that does work. If an op of the instruction's kernel has the same line, the
+        lines of all ops of the kernel."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
@@ -491,7 +492,7 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 def _short_names(program: ir.HostProgram) -> dict[str, str]:
     """Maps a name such as `x_i_2` to `x_i` if the C++ scopes of the two names are disjoint."""
-    # The scopes of each name. A scope has the numbers of the instructions around it.
+    # The scopes of each name. A scope is the list of the numbers of the instructions around it.
     scopes: dict[str, list[list[int]]] = {p.name: [[]] for p in (*program.inputs, *program.outputs)}
     for place in def_use(program).places:
         for name in tree.names(place.instruction, "define", "index"):

@@ -79,7 +79,7 @@ class KernelEmitter(KernelFacts):
             section.store_update(self.ops[-1])
         else:
             section.store(self.results)
-        lines = section.taken()  # This line is first, because `taken` may hoist statements into self.row.
+        lines = section.taken()  # This call must precede self.row.taken(), because it may add statements to self.row.
         return EmittedKernel(self, (*self.row.taken(), *lines))
 
     def fibers(self) -> EmittedKernel:

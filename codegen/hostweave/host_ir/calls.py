@@ -124,7 +124,7 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
 
 @ir.analysis
 def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
-    """Inlines the first call of each function, and removes the other calls. For analyses that need each instruction once."""
+    """Inlines the first call of each function, and removes the other calls. The result serves analyses that need each instruction once."""
     return _Inlining(program, only_first=True).program() if program.functions else program
 
 

@@ -183,7 +183,7 @@ P = ParamSpec("P")
 
 
 def analysis(compute: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorator of an analysis of a program, fusion or kernel. Caches the result there. Callers must not modify the result."""
+    """Decorator of an analysis of a program, fusion or kernel. Caches the result in the analysed object. Callers must not modify it."""
 
     def once(program: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return fact(program, (compute, args, *kwargs.items()), None, compute, program, *args, **kwargs)

@@ -22,7 +22,8 @@ from hostweave.types.tensor import BufferType, strides_of
 
 
 def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
-    """Builds the index space. `buffers` are the types of the inputs, then of the results. Raises NotOneKernel."""
+    """Builds the index space. `buffers` are the types of the inputs, then of the results. Raises NotOneKernel if one kernel cannot compute
+    the ops."""
     space = iteration(kernel)
     inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))

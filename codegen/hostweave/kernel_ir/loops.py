@@ -60,7 +60,7 @@ class LoopDim:
 
     size: Size
     strides: tuple[Size, ...]
-    position: int = 0  # rank in the order of index letters
+    position: int = 0  # determines the order of the index letters
     indices: tuple[str, ...] = ()  # indices of the index space that this loop merges
 
 
@@ -91,7 +91,7 @@ class Loops:
     outer: Size | None = None
     walks: tuple[Walk, ...] = ()
     distribution: str = ""
-    threads: int = 0  # threads of a block, in BY_SHORT_ROW of a row; 0 if no pass has chosen a number
+    threads: int = 0  # threads of a block, or in BY_SHORT_ROW of a row; 0 if no pass has chosen a number
     blocks: int = 1  # blocks of a cluster that share a row of known length
     resident: int = 0  # number of blocks that must fit into the registers of a multiprocessor; 0 if no pass has chosen a number
     width: int = 1  # consecutive elements per access

@@ -252,7 +252,7 @@ def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
 
 
 def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int:
-    """Largest block, in elements, that kernels should exchange without a collective. 0 if there is none."""
+    """Largest block, in elements, that kernels should exchange without the library. 0 if there is none."""
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize

@@ -47,7 +47,7 @@ class Candidate:
     size: Size  # global size of `dim`
     shards: int  # number of shards of `dim` during the loop
     unknown: tuple[str, ...]  # names of sizes that the prediction needs, but the options do not state
-    is_even: bool  # True if all sharded dims divide evenly, as windows require
+    is_even: bool  # True if all ranks hold all tensors, and all sharded dims divide evenly, as windows require
     keys: GatheredKeys | None = None
 
     @property

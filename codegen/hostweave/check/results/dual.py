@@ -16,7 +16,7 @@ from hostweave.check.results.field import P
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.samples import Part, Real, Samples, zeros_are_exact
 
-TOLERANCE = 1e-6  # largest error of shadows
+TOLERANCE = 1e-6  # largest difference of two shadows, relative to 1 + the size of a shadow
 
 
 class Dual(Real):

@@ -22,7 +22,7 @@ _SMALL = 2**14  # most multiplications for which NumPy's loops are faster, with 
 _LONG = 64  # least length of a contiguous dim for which the loops of einsum are faster than those of matmul
 _MANY = 1000
 _FEW = 20  # most elements for which Python's `pow` is faster than 34 products of arrays
-_EXPONENTS = 1200  # more than the exponents of f64
+_EXPONENTS = 1200  # exceeds the magnitude of every exponent of f64
 
 
 @cache

@@ -157,7 +157,7 @@ class ComparedOutput:
         return np.asarray(~near)
 
     def difference(self, expected: Expected, at: Sequence[int]) -> Difference:
-        """Difference at one element. `at` has the sample, and the index in the block."""
+        """Difference at one element. `at` is the number of the sample, followed by the index in the block."""
         seed, *index = at
         values = (float(x.value[min(seed, x.samples - 1)][tuple(index)]) for x in (self.actual, self.expected))
         positions = np.arange(prod(self.shape)).reshape(self.shape)[self.block]
@@ -257,8 +257,9 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """Sizes at which results are compared, each with the program or a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first. Other sizes follow if they run more lines, or if the program packs blocks. A swap of pack
-    and unpack is invisible if there are as many blocks as rows. For a fusion with many elements, the variant replaces large sizes.
+    Sizes that do not divide evenly come first, if there are any. Other sizes follow if they run more lines. All sizes follow if the program
+    packs blocks, because a swap of pack and unpack does not show if there are as many blocks as rows. For a fusion with many elements, the
+    variant replaces large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)

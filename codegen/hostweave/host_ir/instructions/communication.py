@@ -56,7 +56,7 @@ class Reduction(Collective):
 
 
 class PointToPoint(Communication):
-    """A send or a recv. Each send matches a recv of its peer."""
+    """A send, a recv, or a group of several. Each send matches a recv of its peer."""
 
 
 class Routed(PointToPoint):
