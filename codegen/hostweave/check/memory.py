@@ -32,7 +32,7 @@ class Pieces:
         integer = np.dtype(np.int64 if last < 2**63 else object)  # NumPy uses Python's integers if 64 bits are too few.
         starts = {block: starts_of_runs(*block, integer) for block in regions_of_bytes}
         ends = {block: first + block[2] for block, first in starts.items()}
-        # Two consecutive cuts bound a segment. np.unique takes many times as long, because it does not know that the parts are sorted.
+        # Two consecutive cuts bound a segment. This sort is many times faster than np.unique, because the parts are sorted already.
         cuts = np.sort(np.concatenate([np.array([0, size], integer), *starts.values(), *ends.values()]), kind="stable")
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
         piece_of, covers = np.zeros(len(cuts) - 1, np.int64), dict[ByteBlocks, npt.NDArray[np.bool_]]()

@@ -1,6 +1,6 @@
 """Algorithm put: a rank puts its blocks to peers, or gets the blocks of peers, by copy engines. Signals synchronise the ranks.
 
-All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. Otherwise they could deadlock, because a
+All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. Otherwise ranks could deadlock, because a
 CUDA graph may execute its branches one after another. In a graph, a peer may signal a rank again only after the rank has waited for the
 previous signal. A rank therefore waits for a peer's chunk before its next put.
 

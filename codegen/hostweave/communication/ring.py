@@ -28,8 +28,8 @@ class _ForwardingRing(_Ring):
     """Ring in which a rank forwards a chunk from the buffer that received it."""
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
-        """Emits a send of chunks to the next rank, a receive of later chunks from the previous rank, and a record of `event`. Emits nothing
-        for the last shard."""
+        """Emits a send of chunks to the next rank, a receive of later chunks from the previous rank, and a record of `event`. A branch
+        skips all three in iterations of the last shard."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])

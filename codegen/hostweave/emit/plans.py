@@ -57,7 +57,7 @@ class Products:
 
     @staticmethod
     def result(name: str, uses: DefUse) -> str:
-        """Name of a result in the name of a plan: the result's own name if it is a view at a constant index, otherwise the buffer's."""
+        """Part of a plan's name that names a result: its own name if it is in a view at a constant index, otherwise its buffer's name."""
         at = name
         while (place := uses.views.get(at)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
             *_, at = tree.names(place.instruction, "alias")

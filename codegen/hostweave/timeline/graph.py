@@ -1,4 +1,4 @@
-"""Diagram of the values of a fusion and of their uses, and a text diff for each pass."""
+"""Diagram of the values of a fusion and of their uses, and a text diff for each pass that changes the program."""
 
 import difflib
 from collections.abc import Iterator, Sequence

@@ -108,7 +108,8 @@ class Checker:
         self.windows.update(self.program.windows)
 
     def memories(self) -> None:
-        """Checks that only outputs reuse inputs, each input at most once, and that both have the same dtype, mesh and dims in any order."""
+        """Checks that only outputs reuse inputs, and each input at most once. An output must have the dtype and mesh of the input, and the
+        same dims in any order."""
         inputs, reused = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
