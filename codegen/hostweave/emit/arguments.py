@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
@@ -101,26 +100,18 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgumen
 
 
 def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> str:
-    return guarded(_statements(tuple(_sizes_first(arguments)), context))
-
-
-def _sizes_first(arguments: Sequence[CheckedArgument]) -> Iterator[CheckedArgument]:
-    """Lets the first of consecutive arguments on parts of the mesh bind all their sizes. Then checks with one condition share a block."""
-    for is_on_part, run in groupby(arguments, key=lambda x: x.on != ""):
-        first, *others = run
-        if is_on_part:
-            first = replace(first, sizes=tuple(size for x in (first, *others) for size in x.sizes), again=True)
-            others = [replace(x, sizes=()) for x in others]
-        yield from (first, *others)
+    return guarded(_statements(arguments, context))
 
 
 def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[Guarded]:
     """Checks of tensors. A loop checks parameter groups. If a group binds sizes, its first tensor is also checked before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
+    # The sizes of tensors on parts of the mesh come first, so that checks with one condition share a block.
+    yield from (("", line) for x in arguments if x.on for size in x.sizes for line in size.lines())
     for x in arguments:
         structs = context.struct_of.get(x.parameter)
         if structs is None or x.sizes:
-            yield from replace(x, again=x.again and structs is None).statements()
+            yield from replace(x, again=x.again and structs is None, sizes=() if x.on else x.sizes).statements()
         if structs and last[structs.field] is x:
             index, each = context.index, context.names.of("each", "struct of an array")
             yield "", f"for (int64_t {index} = 0; {index} < {structs.count}; ++{index}) {{"
