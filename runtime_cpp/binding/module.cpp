@@ -222,13 +222,13 @@ void set_measured_algorithms(const std::map<std::string, cublasLtMatmulAlgo_t>& 
   for (const auto& [problem, algorithm] : algorithms) hw::measured_algorithms().set(problem, algorithm);
 }
 
-// Number of calls made, number of calls done, and seconds since the oldest unfinished call began.
+// Fields of CallLog::State: made, done and waiting_seconds.
 std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
   const hw::CallLog::State state = instance.progress();
   return {state.made, state.done, state.waiting_seconds};
 }
 
-// State of the streams of the rank in the first unfinished call, in the format of runtime/standstill.py.
+// State of the streams of the rank in an unfinished call, in the format of runtime/standstill.py.
 py::dict standstill(hw::Instance& instance) {
   hw::Standstill seen;
   {

@@ -17,7 +17,7 @@ if(HOSTWEAVE_TARGET STREQUAL "cuda")
   endif()
 endif()
 
-# nvcc links no CUDA runtime. The shared library of hostweave_runtime::dependencies is the only one.
+# nvcc links no CUDA runtime, because hostweave_runtime::dependencies has the shared library.
 set(hostweave_properties CXX_EXTENSIONS OFF POSITION_INDEPENDENT_CODE ON CUDA_STANDARD 20 CUDA_RUNTIME_LIBRARY None)
 
 # Adds a library of the runtime, hostweave_runtime::NAME, with these sources.

@@ -41,7 +41,7 @@ const char* reduction_name(ncclRedOp_t reduction) {
   return names[reduction];
 }
 
-// Index of the argument that reports name: the buffer of a send or recv, or the result of a collective.
+// Index of the argument that is named in reports: the buffer of a send or recv, or the result of a collective.
 int subject_of(const Request& r) { return r.kind == CommKind::send_recv ? 0 : 1; }
 
 Ranges ranges_of(const Request& r) {

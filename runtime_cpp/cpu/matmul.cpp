@@ -91,7 +91,7 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, c
   if (desc.mode_a != desc.mode_b && !(of_blocks(desc.mode_a) && of_blocks(desc.mode_b))) return "with these two scale modes";
   if (a.rows % 16 != 0 || a.cols % 16 != 0 || a.ld % 16 != 0 || b.ld % 16 != 0)
     return "of 8-bit floats with sizes that 16 does not divide";
-  // True if the runtime has kernels for this number of rows (hw::kFewScaledRows) and these types.
+  // True for matmuls that few-rows kernels of the runtime can compute instead of cuBLASLt (hw::kFewScaledRows).
   const bool few = b.cols <= 16 && a.type == CUDA_R_8F_E4M3 && b.type == CUDA_R_8F_E4M3;
   if (desc.mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F && b.cols % 4 != 0 && !few)
     return "with block scales of rows that 4 does not divide";

@@ -151,7 +151,7 @@ class Program:
     def prepare(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> None:
         """Allocates memory and makes plans for arrays of these shapes. All ranks must prepare.
 
-        A call prepares first if its shapes differ from the last ones. `global_shapes` gives, by name, the global shapes of inputs whose
+        A call prepares first if its shapes differ from the last prepared shapes. `global_shapes` gives, by name, the global shapes of inputs whose
         dims are not divided evenly among the ranks. Raises ValueError if an array has the wrong dtype, shape or device, and RuntimeError
         for other failures.
         """
@@ -211,7 +211,7 @@ class Program:
 
 
 def run(*arrays: Any) -> Any:
-    """Returns the global outputs for global arrays, in the order of INPUTS.
+    """Returns the global output, or a tuple of several outputs, for global arrays in the order of INPUTS.
 
     All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. Raises ValueError if an array
     does not fit its parameter, and RuntimeError for other failures, such as too few GPUs.

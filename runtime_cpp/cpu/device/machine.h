@@ -1,10 +1,10 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// One mutex guards all state. Ops compute and transfer data without the mutex. When an op begins, the machine adds the op to its
-// collectives. If check_dependencies is on, the machine also checks the accesses of the op for races. In seeded mode, the machine
-// also fills the outputs of the op with 0xff bytes. When an op ends, the machine wakes the streams that wait for the op. In
-// parallel mode (workers.cpp), a thread pool runs ready ops. In seeded mode (turns.cpp), a seed chooses one step at a time among
-// streams and host threads.
+// One mutex guards all state. Ops compute and transfer data without the mutex. When an op begins, the machine adds the op to the
+// collectives that the op takes part in. If check_dependencies is on, the machine also checks the accesses of the op for races.
+// In seeded mode, the machine also fills the outputs of the op with 0xff bytes. When an op ends, the machine wakes the streams
+// that wait for the op. In parallel mode (workers.cpp), a thread pool runs ready ops. In seeded mode (turns.cpp), a seed chooses
+// one step at a time among streams and host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -153,7 +153,7 @@ class Machine {
   std::optional<Picker> picker;
 
   // Returns the reason why an op on this device must not access these bytes: the pointer is null, the bytes exceed an allocation,
-  // or another device owns the memory. Returns nullopt if the op may access the bytes.
+  // or the memory is of another device without peer access. Returns nullopt if the op may access the bytes.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
   std::set<std::pair<int, int>> peer_access;  // (device, peer)
 

@@ -79,7 +79,7 @@ struct OpName {
   int stream = 0;
   const char* kind = "";           // "all_reduce", "copy", or a kernel's name
   const char* process_group = "";  // the communicator's name, for communications
-  int subject = -1;                // index of the argument that reports name; -1: none
+  int subject = -1;                // index of the argument that is named in reports; -1: none
   Location location;
 
   std::string text() const;  // such as "rank 0 stream 1: all_reduce h over x (program.cpp:41)"

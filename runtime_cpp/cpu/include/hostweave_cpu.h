@@ -104,7 +104,7 @@ typedef struct hw_cpu_range {
 
 // Enqueues a kernel. The device calls `run` once, with a copy of the closure; `run` executes the whole grid. `name` and the
 // ranges are copied. In seeded mode, the device fills write-only ranges with 0xff bytes when the kernel begins. `subject` is the
-// index of the argument that reports name.
+// index of the argument that is named in reports.
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 

@@ -77,7 +77,7 @@ class CallLog {
   // --- for any thread
 
   struct State {
-    int64_t made;            // calls, and graph launches by the application that have begun
+    int64_t made;            // number of calls, plus begun graph launches by the application
     int64_t done;            // number of these calls and launches that are done
     double waiting_seconds;  // since the first unfinished call began; for graph launches see Progress::look
   };

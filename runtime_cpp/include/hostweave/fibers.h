@@ -162,9 +162,9 @@ HW_DEVICE void inverse_order(Group group, Fiber<T> x, Fiber<int64_t> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[index(x[i], y.length)] = i;
 }
 
-// Sorts elements by their group x[i]. An element has a group if x[i] is in 0..kGroups. Writes three lists to y: the end of each
-// group, the indices of the elements in sorted order, and the position of each element in this order. Elements without a group
-// have position 0. Unused indices are 0.
+// Sorts elements by their group x[i]. An element has a group if x[i] is from 0 to kGroups - 1. Writes three lists to y: the end
+// of each group, the indices of the elements in sorted order, and the position of each element in this order. Elements without a
+// group have position 0. Unused indices are 0.
 template <class U>
 struct GroupOrder {
   Fiber<U> y;
@@ -228,7 +228,7 @@ __device__ void group_order(BlockFibers block, Fiber<T> x, Fiber<U> y) {
       if (group >= 0 && __ffs(same) - 1 == lane) counts[warp][group] += __popc(same);
       __syncwarp();
     };
-    __syncthreads();  // Waits until the counts of the previous hw::Fiber have been read.
+    __syncthreads();  // Waits until the counts of the previous fiber have been read.
     for (int i = threadIdx.x; i < parts * kGroups; i += block.threads()) counts[i / kGroups][i % kGroups] = 0;
     __syncthreads();
     for_each([&](int64_t, int group, unsigned same) { add(group, same); });

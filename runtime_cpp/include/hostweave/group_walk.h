@@ -41,8 +41,8 @@ __device__ inline void set_position(int position, int down, int across, int& row
 }
 
 // Finds tiles of the result by number. Call `find` with increasing numbers, on all threads of a warp. Numbers are below 2^31,
-// because larger results do not fit in memory. If each thread block processes few tiles, `find` returns tiles that are at most
-// half full last. This order balances the load.
+// because larger results do not fit in memory. If each thread block processes few tiles, tiles that are at most half full have
+// the highest numbers. This order balances the load.
 class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)

@@ -28,9 +28,8 @@ HW_DEVICE double log_gamma(double x) {
   return lgamma_r(x, &sign);
 #endif
 }
-HW_DEVICE float log_gamma(float x) {
-  return static_cast<float>(log_gamma(static_cast<double>(x)));
-}  // computed in f64, to be accurate if the result is near 0
+// Computed in f64, to be accurate if the result is near 0.
+HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }
 
 // Divisor of many numbers. A GPU multiplies by the reciprocal of the divisor, with an error of up to 2 ulp. Pass kNormal only if
 // the divisor and its reciprocal are normal numbers.
@@ -125,8 +124,8 @@ HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));
   return static_cast<T>(x >= F(-0x1p63) && x < F(0x1p63) ? static_cast<int64_t>(x) : INT64_MIN);
 }
-// floor_divide rounds down. fmod has the sign of the dividend, and remainder has the sign of the divisor. All three return 0 if
-// the divisor is 0. The code tests `< 1`, because compilers warn about `< 0` for unsigned types.
+// Integer division. floor_divide rounds down. fmod has the sign of the dividend, and remainder has the sign of the divisor. All
+// three return 0 if the divisor is 0. The code tests `< 1`, because compilers warn about `< 0` for unsigned types.
 template <class A, class B>
 HW_DEVICE auto floor_divide(A left, B right) {
   using T = decltype(left + right);

@@ -23,10 +23,10 @@ struct Standstill {
     unknown,      // an op of a graph without milestones
   };
   struct Stream {
-    std::string name;  // "caller", "ring[1]"
-    Line done;         // the last finished line
-    Line next;         // the first unfinished line
-    int64_t behind = 0;
+    std::string name;    // "caller", "ring[1]"
+    Line done;           // the last finished line
+    Line next;           // the first unfinished line
+    int64_t behind = 0;  // number of unfinished ops after the first
     Edge edge = Edge::none;
     Line from;                        // line that records the event
     std::string from_stream;          // stream of that line

@@ -23,7 +23,7 @@ struct Schedule {
 
 // RAII lease of the devices for one party. A party is the ranks of one group in this process; these ranks share the lease. Other
 // parties wait, because two parties on the same devices could deadlock. Ranks of the party with another schedule also wait. The
-// first lease of a party configures the devices. On CUDA, a rank that runs alone takes no lease.
+// first lease of a party configures the devices. On CUDA, calls of a single rank take no lease.
 class DeviceLease {
  public:
   // Waits for the lease, for at most `seconds`. After a timeout, or in a release, the object holds no lease.

@@ -144,13 +144,13 @@ class Instance {
   Member& member() const { return member_; }
   size_t inputs() const { return inputs_.size(); }
 
-  // Return the progress of the calls, and the positions of the streams in the first unfinished call. Any thread may call these
+  // Return the progress of the calls, and the positions of the streams in an unfinished call. Any thread may call these
   // functions.
   CallLog::State progress();
   Standstill standstill();
   // Number of calls whose graphs are cached.
   int64_t graphs() const;
-  // Number of calls whose arrays differed from the arrays of all recorded calls.
+  // Number of calls whose arrays differed from the arrays of all recorded calls. Calls with Graphs::never do not count.
   int64_t unseen() const { return unseen_; }
 
  private:

@@ -63,8 +63,8 @@ class Member {
   // Collective in one process group: creates its channel. Call this function during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
   // Uses communicators of the application as channels. A key is ProcessGroup::name(). If the mesh of the process group is not the
-  // mesh of the program, the mesh precedes the name. Throws ArgumentError if a communicator is missing, if its rank or size
-  // differs from the process group, or if its device is not the device of this rank.
+  // mesh of the program, the mesh precedes the name. Throws ArgumentError if the communicators or the number of ranks do not fit
+  // the program.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // Collective. Returns the reason why ranks of the program's channels with transport `one_sided` or `peer` cannot access each
@@ -95,7 +95,8 @@ class Member {
   // Throws ExecutionError after an abort.
   void expect_working() const;
 
-  // RAII: exclusive use of the member by this thread. Makes the device current. On CPUs, also holds a lease for the group.
+  // RAII: exclusive use of the member by this thread. Makes the device current. On the CPU target, also holds a lease for the
+  // group.
   class Use {
    public:
     // For work of this rank only, or of one process group.
@@ -116,7 +117,7 @@ class Member {
   template <class Communicator>
   void add_channel(const ProcessGroup& of, Communicator&& communicator);
   void destroy_graphs();
-  // Throws ExecutionError if the ranks were stopped, during this call or before it.
+  // Throws ExecutionError if the ranks were stopped.
   void expect_not_stopped() const;
 
   Schedule with_processes(Schedule schedule) const {
