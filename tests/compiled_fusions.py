@@ -38,9 +38,8 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Returns each case with transport peer and with one_sided. Both programs have the same IR, so one of the two cases is marked slow:
-    first
-    one_sided, then peer, and so on."""
+    """Returns each case with transport peer and with one_sided. Both programs have the same IR, so one of the two is marked slow:
+    one_sided for the first case, peer for the second, and so on."""
     # The import is not at the top, because rank_process.py imports this module in many processes. pytest takes a third of the import time.
     import pytest
 
@@ -79,7 +78,7 @@ _references: deque[tuple[Fusion, Arrays, Sequence[Array]]] = deque(maxlen=8)
 
 
 def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
-    """The last 8 results are cached, because a test may run the same arrays in many schedules."""
+    """Returns NumPy's results. Caches the last 8, because a test may run the same arrays in many schedules."""
     found = next((want for of, given, want in _references if of is fusion and given is arrays), None)
     if found is None:
         found = run_reference(fusion, arrays)

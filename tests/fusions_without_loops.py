@@ -18,7 +18,7 @@ def exchanges(x, y, w, v):
     return gathered, columns, turned, scattered, summed, largest
 
 
-rows, columns = 3 * D - 1, 2 * D - 1  # Sizes are uneven: the last rank has fewer rows, and some ranks may have none.
+rows, columns = 3 * D - 1, 2 * D - 1  # Sizes are uneven: the last rank has one index less than the others.
 
 
 @hw.fusion(mesh=mesh, x=dtype[f"{rows}@x", "K"], y=dtype[columns, "K@x"], v=dtype["K@x", columns], z=hw.i32[f"{rows}@x", f"{columns}"])

@@ -151,9 +151,9 @@ class Program:
     def prepare(self, *arrays: Any, global_shapes: Mapping[str, Sequence[int]] | None = None) -> None:
         """Allocates memory and makes plans for arrays of these shapes. All ranks must prepare.
 
-        A call prepares first if its shapes differ from the last prepared shapes. `global_shapes` gives, by name, the global shapes of inputs whose
-        dims are not divided evenly among the ranks. Raises ValueError if an array has the wrong dtype, shape or device, and RuntimeError
-        for other failures.
+        A call prepares first if its shapes differ from the last prepared shapes. `global_shapes` gives, by name, the global shapes of
+        inputs whose dims are not divided evenly among the ranks. Raises ValueError if an array has the wrong dtype, shape or device, and
+        RuntimeError for other failures.
         """
         inputs = self._tensors(INPUTS, arrays, global_shapes or {})
         _call(f"{NAME}_prepare", self._handle, inputs, self._shapes)
