@@ -71,7 +71,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     """Derives the sharding rule of an op on the program's mesh.
 
     If a mesh axis splits dims of different labels, a label of the result takes precedence over a reduced label. Then earlier operands take
-    precedence, or later ones if the op has `last_is_first`.
+    precedence. For labels of the result, later operands do if the op has `last_is_first`.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)

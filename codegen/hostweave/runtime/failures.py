@@ -55,7 +55,7 @@ class FallibleGroup:
         self._calls = 0  # calls of this rank
         self._waits_at_barrier = False  # True while this rank waits for late ranks
         self._numbers = count_from(0)
-        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # result of `number` -> sizes
+        self._sizes: weakref.WeakValueDictionary[int, StartedCalls] = weakref.WeakValueDictionary()  # assigned number -> sizes
 
     @property
     def failure(self) -> str | None:

@@ -20,7 +20,7 @@ _PERIOD, _LISTEN_SECONDS = 0.25, 0.5  # seconds between checks of this rank, and
 
 
 class Watchdog:
-    """The two threads, and the failure that the listener has found."""
+    """Watchdog thread and listener thread of a group, and the failure that the listener has found."""
 
     def __init__(self, group: FallibleGroup):
         """The threads run until the group is closed, fails or is freed."""

@@ -33,7 +33,7 @@ _build_lock = reset_after_fork(threading.Lock())
 
 
 class WindowPosition(NamedTuple):
-    """Position of an array in window memory, equal on all ranks for arrays of the same call of `empty`."""
+    """Position of an array in window memory: number of the call of `empty`, and offset in bytes."""
 
     number: int
     offset: int
@@ -70,7 +70,7 @@ class WindowArray:
 
 
 class _HostBytes:
-    """A buffer with NumPy's array interface. Arrays on it keep the memory alive."""
+    """A buffer with NumPy's array interface. Arrays that view the buffer keep its memory alive."""
 
     def __init__(self, memory: Any, size: int):
         self._memory = memory

@@ -53,9 +53,9 @@ def scaled_dot_product_attention(
     - `lengths`, i32, is the number of valid keys of each batch, for a cache that is not full. With `is_causal`, the queries are the last
       rows of the sequence: row i attends to keys up to lengths - S + i.
 
-    The function is one kernel call if `attention` is one for these operands, there is no dropout, and a float mask has the query's dtype.
-    Otherwise the matrix of scores is materialised. Sharded heads, `H@tp`, need no communication. For sharded keys and rows, see
-    `attention`.
+    Attention kernels compute the result if they support the operands (see `attention`), there is no dropout, and a float mask has the
+    query's dtype. Otherwise the matrix of scores is materialised. Sharded heads, `H@tp`, need no communication. For sharded keys and rows,
+    see `attention`.
 
     Raises ProgramError if arguments are invalid, do not fit, or exclude each other.
 
@@ -118,18 +118,18 @@ def attention(
       E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row attends only to keys of its sequence.
       Rows outside of all sequences give zeros, and a log-sum-exp of -inf.
 
-    Attention is one kernel call, without a matrix of scores in memory, under three conditions: the dtype is f32, f16 or bf16; the query is
-    [B, H, S, E] or [H, S, E]; E and F are ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is composed of
-    matmuls and a softmax. An operand is copied first if its rows are not contiguous, or if rows of 16-bit floats do not begin at multiples
-    of 16 bytes.
+    Attention kernels compute the result, without a matrix of scores in memory, under three conditions: the dtype is f32, f16 or bf16; the
+    query is [B, H, S, E] or [H, S, E]; E and F are ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is
+    composed of matmuls and a softmax. An operand is copied first if its rows are not contiguous, or if rows of 16-bit floats do not begin
+    at multiples of 16 bytes.
 
     Sharded rows, `S@cp`: keys and values are gathered first, or block by block, overlapped with the computation. Rows in zigzag,
-    `S@zigzag(cp)`, give all ranks equal work under a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2). Zigzag
-    needs as many keys as rows. Zigzag with a causal mask supports neither lengths nor a bias.
+    `S@zigzag(cp)`, give all ranks equal work under a causal mask without a window (Llama Team, "The Llama 3 Herd of Models", 2024, section
+    3.3.2). With a causal mask, zigzag needs as many keys as rows, and supports neither lengths nor a bias.
 
     Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its local keys, and the results are merged by their
-    log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. Packed sequences must not
-    be sharded along rows or keys.
+    log-sum-exps in f32. Keys are gathered only for a window, in zigzag, for packed sequences, or for lengths with a causal mask and several
+    rows. Sharded rows of packed sequences are gathered too.
 
     Raises ProgramError if arguments are invalid, do not fit, or exclude each other.
 
@@ -169,8 +169,8 @@ def attention_backward(
     """Gradients of `attention` for query, key, value and, if given, the bias. A gradient has the dtype and shape of its operand.
 
     `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. The other
-    arguments are those of `attention`. The backward pass is one kernel call if `attention` is one, and is otherwise composed of several
-    ops.
+    arguments are those of `attention`. Attention kernels compute the gradients if they compute `attention`. Otherwise the backward pass is
+    composed of several ops.
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
     summed over the dims along which the bias broadcasts. If such a dim is sharded, the bias gradient is a partial sum.

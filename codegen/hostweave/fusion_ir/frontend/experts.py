@@ -73,7 +73,7 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
     """Indices of the nonzero elements of x, in row-major order: i64 [size, number of dims of x], as in torch.nonzero_static.
 
     If fewer than `size` elements are nonzero, the last rows are `fill_value`. If more elements are nonzero, the result has only the first
-    `size`.
+    `size`. If the first dim is symbolic, x must have at least `size` elements in each call.
 
     Raises ProgramError if x has no dims, if `size` is not an int, or if a dim other than the first is symbolic.
 

@@ -163,7 +163,8 @@ def zeros(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 
     The tensor is replicated; `hw.reshard` shards it.
 
-    Raises ProgramError for a name that no dim of an input has, for a size below 1, or if `dtype` is not a hostweave dtype.
+    Raises ProgramError outside of a traced function, for a name that no dim of an input has, for a size below 1, or if `dtype` is not a
+    hostweave dtype.
 
     Example: `hw.concat([hw.zeros((1, "N")), x], axis=0)` with `x: f32[M, N]`.
     """

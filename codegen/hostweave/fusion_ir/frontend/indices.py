@@ -366,7 +366,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
     """Splits x along a dim, as in torch. If `sections` is an int, each part has this length, and the last part may be shorter. If
     `sections` is a list, it has the length of each part.
 
-    The parts are views.
+    The parts are views, unless the dim is sharded. A sharded dim is gathered first.
 
     Raises ProgramError if the dim's size is symbolic, if a length is below 1, or if the lengths do not add up to the size.
 

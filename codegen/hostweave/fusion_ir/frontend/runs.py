@@ -59,7 +59,7 @@ class CallRun:
         return len(self.results) + operand
 
     def given(self, result: int) -> int:
-        """Index of the repeat's result that stacks the values of a result."""
+        """Index of the repeat's result that stacks the values of a function's result."""
         is_carried = result in self.carried.values()
         return len(self.results) + len(self.columns) + result if is_carried else result
 

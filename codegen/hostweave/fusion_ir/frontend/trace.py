@@ -111,8 +111,9 @@ class Tensor:
         - `chunking` is `by_shard` (a chunk is a shard, or a part of one) or `across_shards` (a chunk has a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put or all_gather.
 
-        The compiler chooses `chunking` and `algorithm` if they are omitted. If the chunks of a shard do not divide its rows, the
-        last of these chunks is smaller. Source of the order in which ranks exchange shards: ring collectives (Patarasuk and Yuan, 2009).
+        The compiler chooses `chunking` and `algorithm` if they are omitted. If the rows of a shard cannot be divided equally among its
+        chunks, the last chunk is smaller, and there may be fewer chunks. Source of the order in which ranks exchange shards: ring
+        collectives (Patarasuk and Yuan, 2009).
 
         Raises ProgramError if an argument is invalid, if the tensor is streamed already, or if no loop can compute it. Examples are inputs,
         results of functions, and ops that need the whole dim at once.

@@ -32,7 +32,7 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
       the inputs that are not named parameters.
     - `mesh` is the mesh of ranks, by default one device.
     - `donate` names inputs whose memory a result reuses. After a call, the caller's array contains this result. The result must have the
-      input's dtype and dims, and gets the input's sharding. Exactly one such result must be computed from the input, unless
+      input's dtype and dims, in any order, and gets the input's sharding. Exactly one such result must be computed from the input, unless
       `donate={"m": 1}` chooses result 1 for the input m.
 
     The function is traced once with symbolic tensors, so Python loops are unrolled. The function must return a tensor or a tuple of

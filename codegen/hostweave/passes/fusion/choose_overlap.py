@@ -263,7 +263,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[tuple[str, str | None]]:
-        """Yields chunking and rotation of loops that compute an operand, if iteration i reads only chunk i of this unsharded dim."""
+        """Yields chunking and rotation of loops that compute an operand, if iteration i reads only chunk i along an unsharded dim."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
@@ -360,7 +360,8 @@ class _Loops:
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if one communication can do both `op` and the gathers of the loop. An op must read both `op` and the loop's first gather."""
+        """True if one communication can do both `op` and the gathers of the loop. Some op must read both results: that
+        of `op`, and that of the loop's first gather."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False

@@ -115,7 +115,7 @@ class _Sinking:
         """Edges of the flow graph. The cost of a cut is the cost of all reductions that the cut requires."""
         for name, op in self.sums.items():
             (source,) = op.tensors
-            if source in self.passing:  # If the op of `source` is applied to sums, this reshard still reduces the terms of its result.
+            if source in self.passing:  # An op applied to sums may have a partial result, which this reshard reduces.
                 yield TERMS, ("value", name), self.cost(self.types[source], name)
                 yield ("value", name), ("value", source), INFINITE
                 yield ("value", source), ("value", name), INFINITE

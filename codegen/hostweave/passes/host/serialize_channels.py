@@ -48,7 +48,7 @@ def _concerns(instruction: tree.Instruction, in_turn: set[tree.Instruction]) -> 
 
 
 class _Turns:
-    """Makes communications wait for one event, and record it afterwards."""
+    """Adds turns. A turn is a wait for an event, communications, and a record of the event."""
 
     def __init__(self, in_turn: set[tree.Instruction], event: str):
         self.in_turn, self.event = in_turn, event
@@ -67,7 +67,7 @@ class _Turns:
         return (*body[:first], *begin, *body[first + 1 : last], *end, *body[last + 1 :])
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """Adds turns to a body that is not in a stream block. A turn is a wait for the event, communications, and a record."""
+        """Adds turns to a body that is not in a stream block."""
         result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):

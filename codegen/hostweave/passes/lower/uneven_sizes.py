@@ -12,7 +12,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
 
-# In these ops, shards of a dim belong to shards of the outermost part of another dim, but only if both dims are split evenly.
+# In these ops, a rank's shard of one dim corresponds to its shard of another dim only if both dims are split evenly.
 OF_OUTER_DIMS = {"reshape": "a reshape that splits or merges it", "scaled_matmul": "a scaled matmul whose scales are of blocks"}
 Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and the reason
 
