@@ -58,10 +58,12 @@ void use_one_thread() {
 }
 
 // Each thread reuses its memory for conversions, because page faults would take longer than the conversions.
-using Scratch = std::vector<float>;
+template <class T>
+using Scratch = std::vector<T>;
 
-float* at_least(std::size_t size, Scratch& scratch) {
-  if (size > scratch.size()) scratch = Scratch(), scratch.resize(size);
+template <class T>
+T* at_least(std::size_t size, Scratch<T>& scratch) {
+  if (size > scratch.size()) scratch = Scratch<T>(), scratch.resize(size);
   return scratch.data();
 }
 
@@ -77,10 +79,11 @@ void load_row(T* to, const void* from, std::int64_t count, cudaDataType_t type) 
   if (type == CUDA_R_32F) return convert_row<T, float>(to, from, count);
   std::memcpy(to, from, count * sizeof(T));
 }
-void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t type) {
-  if (type == CUDA_R_16BF) return convert_row<__nv_bfloat16, float>(to, from, count);
-  if (type == CUDA_R_16F) return convert_row<__half, float>(to, from, count);
-  std::memcpy(to, from, count * sizeof(float));
+template <class T>
+void store_row(void* to, const T* from, std::int64_t count, cudaDataType_t type) {
+  if (type == CUDA_R_16BF) return convert_row<__nv_bfloat16, T>(to, from, count);
+  if (type == CUDA_R_16F) return convert_row<__half, T>(to, from, count);
+  convert_row<float, T>(to, from, count);
 }
 
 template <class T>
@@ -119,7 +122,7 @@ void run_plain(const Gemm& g) {
   finish<T>(g, g.d);
 }
 
-Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer, Scratch& scratch) {
+Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer, Scratch<float>& scratch) {
   if (matrix.type == CUDA_R_32F) return matrix;
   float* const copy = at_least(inner * outer, scratch);
   constexpr std::int64_t piece_elements = 1 << 18;
@@ -132,18 +135,18 @@ Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer,
   return {CUDA_R_32F, std::max<std::int64_t>(inner, 1), copy};
 }
 
-// Runs a GEMM of f32 operands. Rounds the result if D has a smaller type.
-void run_float(const Gemm& g) {
-  if (g.d.type == CUDA_R_32F && (g.beta == 0 || g.c.type == CUDA_R_32F)) return run_plain<float>(g);
-  thread_local Scratch scratch;
-  const Operand d{CUDA_R_32F, g.m, at_least(g.m * g.n, scratch)};
+// Runs a GEMM of operands of type T. Accumulates in T. Rounds the sums to f32, and then to the type of D.
+template <class T>
+void run_rounded(const Gemm& g) {
+  thread_local Scratch<T> scratch;
+  const Operand d{std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_64F, g.m, at_least(g.m * g.n, scratch)};
   for (std::int64_t column = 0; column < g.n && g.beta != 0; ++column) {
-    load_row(d.from(0, column).as<float>(), g.c.from(0, column).at, g.m, g.c.type);
+    load_row(d.from(0, column).as<T>(), g.c.from(0, column).at, g.m, g.c.type);
   }
-  multiply<float>(g, d);
-  finish<float>(g, d);
+  multiply<T>(g, d);
+  finish<T>(g, d);
   for (std::int64_t column = 0; column < g.n; ++column) {
-    store_row(g.d.from(0, column).at, d.from(0, column).as<float>(), g.m, g.d.type);
+    store_row(g.d.from(0, column).at, d.from(0, column).as<T>(), g.m, g.d.type);
   }
 }
 
@@ -165,22 +168,6 @@ Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double
     }
   }
   return {CUDA_R_64F, std::max<std::int64_t>(scales.k, 1), memory.data()};
-}
-
-// Runs a GEMM of 8-bit operands with scales. Accumulates in f64. Rounds the sums to f32, and then to the type of D.
-void run_scaled(const Gemm& g) {
-  std::vector<double> memory(g.m * g.n);
-  const Operand d{CUDA_R_64F, g.m, memory.data()};
-  for (std::int64_t column = 0; column < g.n && g.beta != 0; ++column) {
-    load_row(d.from(0, column).as<double>(), g.c.from(0, column).at, g.m, g.c.type);
-  }
-  multiply<double>(g, d);
-  finish<double>(g, d);
-  std::vector<float> rounded(g.m);
-  for (std::int64_t column = 0; column < g.n; ++column) {
-    convert_row<float, double>(rounded.data(), d.from(0, column).at, g.m);
-    store_row(g.d.from(0, column).at, rounded.data(), g.m, g.d.type);
-  }
 }
 
 // Splits a large D along its longer side. There is at most one block per idle worker, and one block for the calling thread.
@@ -215,12 +202,13 @@ void run(Gemm g) {
   if (type_size(g.a.type) == 1) {
     std::vector<double> a, b;
     g.a = unscaled(g.a, g.scales_a, a), g.b = unscaled(g.b, g.scales_b, b);
-    return in_blocks(g, run_scaled);
+    return in_blocks(g, run_rounded<double>);
   }
-  thread_local Scratch scratch_a, scratch_b;
+  thread_local Scratch<float> scratch_a, scratch_b;
   g.a = as_floats(g.a, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, scratch_a);
   g.b = as_floats(g.b, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, scratch_b);
-  in_blocks(g, run_float);
+  const bool plain = g.d.type == CUDA_R_32F && (g.beta == 0 || g.c.type == CUDA_R_32F);
+  in_blocks(g, plain ? run_plain<float> : run_rounded<float>);
 }
 
 }  // namespace hostweave::cpu
