@@ -356,7 +356,7 @@ class Program:
 
         Returns for each rank a list with a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
-        return self._running.measure(self._bound, (arrays, named), warmups, repetitions)
+        return self._running.measure("measure", self._bound, (arrays, named), warmups, repetitions)[1]
 
     def timeline(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, machine: Machine | None = None, **named: Any) -> Report:
         """Measures the timeline of a call with these global arrays on all ranks, and predicts it for comparison.
@@ -372,7 +372,7 @@ class Program:
         from hostweave.timeline.measure import measured
         from hostweave.timeline.predict import predicted
 
-        compiled, times = self._running.timeline(self._bound, (arrays, named), warmups, repetitions)
+        compiled, times = self._running.measure("timeline", self._bound, (arrays, named), warmups, repetitions)
         sizes = self._running.sizes_of(self._bound, arrays, named)
         known = {name: size for name, size in sizes.items() if name in compiled.host.given_sizes()} | compiled.host.depths()
         calls = sorted(zip(*times, strict=True), key=lambda call: max(time.total_ms for time in call))

@@ -236,23 +236,17 @@ class Running:
         return self._here()._or_in_sequence(run)
 
     @explains_shortages
-    def measure(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> list[list[Timing]]:
-        return self._measured("measure", held, given, warmups, repetitions)[1]
-
-    @explains_shortages
-    def timeline(self, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
-        """Returns the variant that runs, and the times of its calls and marks."""
-        return self._measured("timeline", held, given, warmups, repetitions, marks=True)
-
-    def _measured(
-        self, what: str, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int, marks: bool = False
+    def measure(
+        self, what: str, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int
     ) -> tuple[Compiled, list[list[Timing]]]:
+        """Returns the variant that runs, and the times of its calls. If `what` is "timeline", the times include marks."""
+        marks = what == "timeline"
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
             raise ArgumentError(
                 f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: give at least 0 warmups and 1 repetition"
             )
 
-        def measure(one: Running) -> tuple[Compiled, list[list[Timing]]]:
+        def run(one: Running) -> tuple[Compiled, list[list[Timing]]]:
             with_marks = one.variants.marked() if marks else one
             made = with_marks._call_of(with_marks._rebound(held) if marks else held, *given)
             call = partial(with_marks._on_all_ranks, lambda team, programs: team.measure(programs, made, warmups, repetitions))
@@ -260,8 +254,8 @@ class Running:
 
         expect_own_devices()
         if (other := self._for_sizes(self.sizes_of(held, *given))) is not self:
-            return other._measured(what, other._rebound(held), given, warmups, repetitions, marks)
-        return self._here()._or_in_sequence(measure)
+            return other.measure(what, other._rebound(held), given, warmups, repetitions)
+        return self._here()._or_in_sequence(run)
 
     def _here(self) -> Running:
         """Returns self, or the variant without optional transports if the ranks of this process cannot use all of them."""

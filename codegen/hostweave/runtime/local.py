@@ -222,34 +222,29 @@ class LocalProgram:
         self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> tuple[CheckedCall, Sequence[MadeOutput], tuple[int, ...]]:
         try:
-            return self._steps_of_call(bound, arrays, out, stream, sizes)
+            group = self._group
+            group.expect_working()
+            native, member = self._open()
+
+            def check_call() -> CheckedCall:
+                self._open()
+                return self.arguments.check_call(bound, arrays, out, stream, sizes)
+
+            checked_call = self._prepare_together(check_call, native) if self._verifies_calls else self._prepare_alone(check_call, native)
+            outputs, addresses = self._outputs_of(checked_call, stream is not None)
+            common = self.common_graphs
+            if common and common.is_due and not self.module.is_captured(checked_call.stream):
+                self._decide_graphs(common, native, checked_call, addresses)
+            where = checked_call.table.native, checked_call.addresses, addresses, checked_call.stream
+            self._launch(checked_call, self.host.name, member, native.run, *where, self._schedule(), self._graphs)
+            if common:
+                common.count()
+            return checked_call, outputs, addresses
         except Exception:
             raise
         except BaseException as interruption:  # an interrupt may arrive between two steps
             self._fail_group(interruption)
             raise
-
-    def _steps_of_call(
-        self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
-    ) -> tuple[CheckedCall, Sequence[MadeOutput], tuple[int, ...]]:
-        group = self._group
-        group.expect_working()
-        native, member = self._open()
-
-        def check_call() -> CheckedCall:
-            self._open()
-            return self.arguments.check_call(bound, arrays, out, stream, sizes)
-
-        checked_call = self._prepare_together(check_call, native) if self._verifies_calls else self._prepare_alone(check_call, native)
-        outputs, addresses = self._outputs_of(checked_call, stream is not None)
-        common = self.common_graphs
-        if common and common.is_due and not self.module.is_captured(checked_call.stream):
-            self._decide_graphs(common, native, checked_call, addresses)
-        where = checked_call.table.native, checked_call.addresses, addresses, checked_call.stream
-        self._launch(checked_call, self.host.name, member, native.run, *where, self._schedule(), self._graphs)
-        if common:
-            common.count()
-        return checked_call, outputs, addresses
 
     def _launch(self, checked_call: CheckedCall, *call: Any) -> None:
         if self._compared:

@@ -181,7 +181,7 @@ class SplitProvider(KnownRank):
 
 
 @checked_arguments
-class Environment:
+class Environment(KnownRank):
     """Ranks that are processes started by torchrun, mpirun or srun. For several ranks, rank 0 runs a TCP store.
 
     The store listens at HOSTWEAVE_BIND, by default at MASTER_ADDR. Without MASTER_ADDR, the store listens at the first node of an srun
@@ -194,10 +194,8 @@ class Environment:
 
     def __init__(self, environ: Environ | None = None):
         self._launch = LaunchedRank(os.environ if environ is None else environ)
+        self._rank, self._count = self._launch.rank, self._launch.count
         self.local_rank = self._launch.local_rank  # index among the processes on this host, or None if unknown
-
-    def rank_and_count(self, group: str) -> tuple[int, int]:
-        return self._launch.rank, self._launch.count
 
     def store(self, group: str, timeout: float) -> Store:
         launch = self._launch
@@ -257,7 +255,7 @@ class _PolledTorchStore:
 
 
 @checked_arguments
-class MPI:
+class MPI(KnownRank):
     """Ranks that are processes of an mpi4py communicator, by default MPI.COMM_WORLD.
 
     For several ranks, rank 0 runs a TCP store. MPI broadcasts the store's address and a random token. Raises MissingPackage if `comm` is
@@ -271,18 +269,15 @@ class MPI:
             comm = optional("mpi4py.MPI", "hw.MPI").COMM_WORLD
         if not hasattr(comm, "Get_rank"):
             raise ArgumentError(f"hw.MPI: comm={comm!r} is not a communicator; pass an mpi4py communicator, or omit it")
-        self._comm = comm
+        self._comm, self._rank, self._count = comm, comm.Get_rank(), comm.Get_size()
         self._addresses_and_job: tuple[list[Address], str] | None = None
 
-    def rank_and_count(self, group: str) -> tuple[int, int]:
-        return self._comm.Get_rank(), self._comm.Get_size()
-
     def store(self, group: str, timeout: float) -> Store:
-        if self._comm.Get_size() == 1:
+        if self._count == 1:
             return MemoryStore()
         if self._addresses_and_job is None:
             hosts = set(self._comm.allgather(this_host()))
-            if self._comm.Get_rank() == 0:
+            if self._rank == 0:
                 job = secrets.token_hex()
                 listen, names = ("", _own_hosts()) if len(hosts) > 1 else ("127.0.0.1", ["127.0.0.1"])
                 server = _serve(job, [(listen, 0)])
