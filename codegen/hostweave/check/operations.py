@@ -17,9 +17,6 @@ from hostweave.types.tensor import DType
 StreamInPool = tuple[str, int]  # pool and index of a stream, such as ("ring", 2)
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteLayout:
     """Layout of a view in its buffer: shape and strides in elements, and contiguous runs of bytes."""
@@ -82,9 +79,6 @@ class Access(NamedTuple):
     reads: bool
     writes: bool
     at: int | None = None  # rank that owns the memory; None: the rank of the operation
-
-
-# --- operations -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False, repr=False)

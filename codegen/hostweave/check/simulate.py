@@ -110,9 +110,6 @@ class _Binder:
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
 
-# --- functions that bind an instruction ----------------------------------------------------------------------------------
-
-
 def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     b.define(i.out, i.type, i)
     name = i.out

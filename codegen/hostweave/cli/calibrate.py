@@ -41,9 +41,6 @@ def calibrate() -> Iterator[str]:
     yield f"stored in {figures.save(machine, gpus)}"
 
 
-# --- computing --------------------------------------------------------------------------------------------------------
-
-
 def _computing(machine: Machine) -> Machine:
     """The machine with measured constants of a single GPU."""
     launch = _seconds(_negated(), {"M": 1, "K": 128})
@@ -69,9 +66,6 @@ def fit(machine: Machine, times: list[float]) -> Machine:
 
 def _negated() -> Fusion:
     return hw.fusion(mesh=hw.Mesh(), x=hw.bf16["M", "K"])(lambda x: -x)
-
-
-# --- links ------------------------------------------------------------------------------------------------------------
 
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:

@@ -149,9 +149,6 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
 def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Sequence[int]) -> MemoryRow:
     uses_of_buffer = uses.lives[begin.place] or [begin.place]
     streams = dict.fromkeys(place.stream[0] if place.stream else "caller" for place in uses_of_buffer)
@@ -188,9 +185,6 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
         lines.append([])
         number(body, first_line + 1)
     return lines
-
-
-# --- the report -------------------------------------------------------------------------------------------------------
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:

@@ -77,9 +77,6 @@ class Dataflow:
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 
 
-# --- one iteration of a loop ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LoopSteps:
     """An iteration of a loop, as expressions over the loop index. In a loop by shard, the iteration covers chunk `subchunk` of the

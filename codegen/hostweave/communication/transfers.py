@@ -168,9 +168,6 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
                 b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------------
-
-
 def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> str:
     """Contiguous memory with the blocks of `src` in order."""
     in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)

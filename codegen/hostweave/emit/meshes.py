@@ -60,9 +60,6 @@ def _factor(text: str) -> str:
     return f"({text})" if " - " in text else text
 
 
-# --- local sizes ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Local:
     """An integer constant that a generated function declares, such as a local size or a coordinate."""

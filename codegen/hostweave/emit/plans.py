@@ -68,8 +68,6 @@ def _alike(i: ir.Matmul, types: Sequence[BufferType]) -> object:
     return *types, ends(i, types)
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
 EitherAttention = ir.Attention | ir.AttentionBackward
 OperandNames = tuple[str, ...]
 OptionalOperands = Sequence[tuple[str, str]]  # (role, name) of optional operands

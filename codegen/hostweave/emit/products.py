@@ -87,9 +87,6 @@ class ProductEmitter(KernelEmitter):
         return EmittedKernel(self, section.taken(), before=(element,))
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Rows:
     """A copy of contiguous rows, which begin `src_pitch` and `dst_pitch` elements apart."""

@@ -212,9 +212,6 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
     return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if context.kernels or flat.user_kernels else ()))
 
 
-# --- kernels of the user ----------------------------------------------------------------------------------------------
-
-
 def _function_of(source: UserKernel) -> str:
     """Function of a user kernel. Raises ProgramError if generated code uses its name."""
     if is_reserved(source.function) or source.function in ("rank", *C_FUNCTIONS):

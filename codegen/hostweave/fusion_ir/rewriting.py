@@ -81,9 +81,6 @@ def views_of_inputs_first(fusion: Fusion) -> Fusion:
     return replace(fusion, body=(*first, *rest))
 
 
-# --- functions --------------------------------------------------------------------------------------------------------
-
-
 def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
     """Applies `apply` to every function, callees first, then to the fusion. Callers get the rewritten callees."""
     done: dict[str, Fusion] = {}

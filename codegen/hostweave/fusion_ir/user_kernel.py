@@ -97,9 +97,6 @@ def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
     return product(tuple(local_size(dim, mesh, uneven) for dim in kernel.grid))
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
 def print_user_kernel(kernel: UserKernel) -> list[str]:
     per = f" by {kernel.per}" if kernel.per != 1 else ""
     head = f"user_kernel @{kernel.name} = {kernel.function}({', '.join(map(str, kernel.arguments))})"

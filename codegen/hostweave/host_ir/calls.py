@@ -59,9 +59,6 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
 
-# --- joining bodies to a program --------------------------------------------------------------------------------------
-
-
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
     """Inverse of `bodies`. If there are several parts, merges equal kernels, and removes unused channels. Renames event pools and different
     kernels that have equal names. A pool of streams gets the largest size that a part needs."""
@@ -106,9 +103,6 @@ def on_each_body(program: ir.HostProgram, apply: Callable[[ir.HostProgram], ir.H
     parts = bodies(program)
     changed = [apply(part) for part in parts]
     return program if is_same(parts, changed) else joined(changed)
-
-
-# --- inlining ---------------------------------------------------------------------------------------------------------
 
 
 @ir.analysis

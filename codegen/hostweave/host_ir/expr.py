@@ -125,8 +125,6 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
     return Binary(op, left, right)
 
 
-# --- ranges -----------------------------------------------------------------------------------------------------------
-
 Range = tuple[int | None, int | None]  # lower and upper bound; None if unknown
 
 

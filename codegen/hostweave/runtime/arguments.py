@@ -106,9 +106,6 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
         raise ArgumentError(f"{where}: is donated but read-only; pass a writable array, such as a copy")
 
 
-# --- bound inputs -----------------------------------------------------------------------------------------------------
-
-
 class BoundInputs:
     """Bound arrays by name, and the inputs that calls still take. The first call on a rank makes the checks that need other inputs or the
     rank's device."""

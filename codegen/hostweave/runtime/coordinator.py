@@ -277,9 +277,6 @@ class ThreadCoordinator(Coordinator):
             self._table.position_functions[self._rank] = answer
 
 
-# --- signatures of calls ----------------------------------------------------------------------------------------------
-
-
 class ByteRange(NamedTuple):
     """Byte range of an argument in the address space of the rank's process."""
 

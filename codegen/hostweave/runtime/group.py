@@ -433,8 +433,6 @@ class Group(FallibleGroup):
                 raise ExecutionError(f"{program}: {first}") from error
             raise
 
-    # --- construction
-
     def _create_coordinator(self, provider: Provider, store: Store, world: World) -> Coordinator:
         if isinstance(provider, Threads):
             of_threads, here = ThreadCoordinator(provider.table(world.epoch), self.rank), weakref.ref(self)

@@ -123,9 +123,6 @@ def _device(jax: Any, program: Program) -> int:
     return CPU_DEVICE if backend == "cpu" else int(devices[0].local_hardware_id)
 
 
-# --- the handler ------------------------------------------------------------------------------------------------------
-
-
 def _run(key: int, addresses: Any, stream: int | None, problem: int, size: int) -> int:
     """Runs a call. XLA calls this function from its own threads."""
     try:

@@ -415,8 +415,6 @@ class LocalProgram:
         signature = CallSignature(f"{self.host.name}: {what}", str(self.host.mesh), "", bound=record)
         return [one.bound for one in self._group.agree(signature, waits_for, timeout)]
 
-    # --- outputs
-
     def _new_outputs(self, checked_call: CheckedCall, on_given_stream: bool) -> list[MadeOutput]:
         """Allocates the outputs. None for an output in a donated input, or without a block on this rank."""
         held, library = self._allocates, checked_call.library
@@ -436,8 +434,6 @@ class LocalProgram:
             if here is not None and here != shape:
                 where = f"{self.host.name}: out=: {parameter.name}"
                 raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(here)}; pass an array of that shape")
-
-    # --- schedules
 
     def _schedule(self) -> Any:
         wanted = schedule()

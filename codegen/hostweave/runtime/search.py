@@ -87,9 +87,6 @@ def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
     return np.resize(few, shape)
 
 
-# --- stored results ---------------------------------------------------------------------------------------------------
-
-
 def _read(file: Path) -> tuple[Choice, ...] | None:
     """The stored result, or None. Raises ArgumentError if the file is malformed."""
     try:

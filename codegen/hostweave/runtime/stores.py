@@ -64,9 +64,6 @@ class MemoryStore:
             self._changed.notify_all()
 
 
-# --- over TCP ---------------------------------------------------------------------------------------------------------
-
-
 _GREETING = b"hostweave store 2 "  # next come: nonce of the client; nonce and proof of the server; proof of the client
 _NONCE, _PROOF = 16, 32  # bytes of a nonce, and of a proof
 _WELCOME = b"+"

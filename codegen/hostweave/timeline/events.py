@@ -134,9 +134,6 @@ class Timeline:
         return "\n".join([head, *lines, *memory, f"  critical path: {on or 'nothing'}"])
 
 
-# --- spans of time ----------------------------------------------------------------------------------------------------
-
-
 def union(events: Iterable[Event]) -> list[Interval]:
     spans: list[Interval] = []
     for start, end in sorted((event.start, event.end) for event in events):

@@ -39,9 +39,6 @@ def _first(failed: list[Any]) -> Any:
     return info.to(torch.int32)
 
 
-# --- triangles --------------------------------------------------------------------------------------------------------
-
-
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
     """Solves a x = b. Up to `_ROWS` rows are substituted one by one, so an infinity or NaN in a row of b reaches only rows that depend on
     this row, as in torch. Larger matrices are inverted, because substitution needs a kernel per row."""
@@ -86,9 +83,6 @@ def triangular_solve(b: Any, a: Any, upper: bool = True, transpose: bool = False
     return _solved(of, b, upper != transpose, unitriangular).expand(*shape, *b.shape[-2:]), a.expand(*shape, *a.shape[-2:])
 
 
-# --- Cholesky ---------------------------------------------------------------------------------------------------------
-
-
 def cholesky_ex(a: Any, upper: bool = False) -> Any:
     a = a.mT if upper else a
     rows, columns, failed = _rows(a), list[Any](), list[Any]()
@@ -109,9 +103,6 @@ def cholesky_solve(b: Any, a: Any, upper: bool = False) -> Any:
 def cholesky_inverse(a: Any, upper: bool = False) -> Any:
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
     return cholesky_solve(identity, a, upper)
-
-
-# --- LU ---------------------------------------------------------------------------------------------------------------
 
 
 def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:

@@ -114,9 +114,6 @@ _op("scaled_product(Tensor dy, Tensor weight, str scaling) -> Tensor", _linear_s
 _op("scaled_product_of_rows(Tensor dy, Tensor x, str scaling) -> Tensor", lambda dy, x, _: x.new_empty((dy.shape[-1], x.shape[-1])))
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 def _attention_backward(needed: Any, dy: torch.Tensor, q: Any, k: Any, v: Any, *rest: Any) -> Gradients:
     bias, causal, scale, gqa, y, lse = rest
     found = [*ops.attention_backward(dy, q, k, v, y, lse, bias, causal, scale, gqa), None][:4]
@@ -148,9 +145,6 @@ def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = torch.softmax(scores, -1).to(q.dtype)
     return matmul(ops.dropout(weights, seed, p) if p else weights, v)
-
-
-# --- others -----------------------------------------------------------------------------------------------------------
 
 
 _op(

@@ -290,9 +290,6 @@ def _expect_same(name: str, before: Any, value: Any) -> None:
         raise ProgramError.here(f"{why}; make it a buffer that forward writes to in place, or pass fullgraph=False")
 
 
-# --- graphs -----------------------------------------------------------------------------------------------------------
-
-
 def write_out(graph: Graph) -> None:
     """Replaces each op `layer` by a copy of the nodes of the traced layer with the same number."""
     of_target: dict[Any, list[Any]] = {}

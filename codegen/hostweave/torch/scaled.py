@@ -43,9 +43,6 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
             node.target, node.args, node.kwargs = ops.scaled_linear.default, given, {}
 
 
-# --- linears of transformers ------------------------------------------------------------------------------------------
-
-
 def quantized_linears(module: nn.Module) -> Iterator[Replacement]:
     """Yields replacements for `forward` of transformers' linears with 8-bit weights. One op replaces calls of Triton kernels."""
     for of in {type(part) for part in module.modules()}:

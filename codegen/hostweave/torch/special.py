@@ -242,9 +242,6 @@ def _erfcx(x: Any) -> Any:
     return torch.where(x > 8, far, torch.exp(low * low) * torch.erfc(low))
 
 
-# --- Chebyshev polynomials --------------------------------------------------------------------------------------------
-
-
 def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
     """Evaluates a polynomial by the angle with cosine x, or by the hyperbolic angle if |x| is larger than 1."""
 

@@ -47,9 +47,6 @@ ATTENTION_PEAK = 0.74  # fraction of the tensor cores' peak that cuDNN reaches
 ATTENTION_ROWS = 128  # rows of a head in one thread block
 
 
-# --- matmuls ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Product:
     """The matmul of one rank: `count` products of [rows, inner] and [inner, columns]."""
@@ -138,9 +135,6 @@ def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], i
     return Product(float(groups), *shape, float(other[-1]), dtype, tiles=OUTER_TILES if is_outer else GROUPED_TILES, splits=(1,))
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AttentionWork:
     """Attention on one rank. Under a causal mask, the rows are the last rows of the sequence."""
@@ -193,9 +187,6 @@ def around_attention(machine: Machine, ranks: int, gathered: float, result: floa
     in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)
     packed, joined = 2 * gathered / ranks, (ranks + 1) * result
     return in_sequence, 5 * machine.launch + (packed + joined) / machine.memory
-
-
-# --- ops --------------------------------------------------------------------------------------------------------------
 
 
 def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, tf32: bool = False) -> dict[str, float]:

@@ -243,9 +243,6 @@ def product(sizes: tuple[Size, ...]) -> Size:
     return prod(sizes, start=Size())
 
 
-# --- sums -------------------------------------------------------------------------------------------------------------
-
-
 def _terms(size: Size) -> tuple[Size, ...]:
     """Expands a size to a sum of products."""
     terms: tuple[Size, ...] = (Size(size.coefficient, tuple(f for f in size.factors if not isinstance(f, Sum)), size.divisor),)
@@ -269,9 +266,6 @@ def summed(sizes: Iterable[Size]) -> Size:
     products = [Size(total.numerator, factors, total.denominator) for factors, total in scaled.items()]
     products.sort(key=lambda term: (term.coefficient < 0, not term.factors, tuple(map(str, term.factors))))
     return Size(1, (Sum(tuple(products)),), divisor)
-
-
-# --- text ---------------------------------------------------------------------------------------------------------------
 
 
 class SizeReader(Lexer):

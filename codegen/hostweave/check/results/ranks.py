@@ -326,9 +326,6 @@ class _Queue:
         return [source for part in self.communications if part in match_of for source in match_of[part].sources(part)]
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 class FieldBuffer:
     """A buffer on all ranks. `parts` are arrays [rank, sample, element]. An unwritten float is NaN, and an unwritten integer is 85."""
 

@@ -28,9 +28,6 @@ def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
     return hw.expand_dims(ids, others) if others else ids
 
 
-# --- gather -----------------------------------------------------------------------------------------------------------
-
-
 @_called("taken")
 def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
     """Elements of x at `indices` along a dim. The dims of `indices` replace this dim in the result.
@@ -121,9 +118,6 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
     return hw.astype(hw.expand_dims(index, -1) == rows, dtype)
 
 
-# --- scatter ----------------------------------------------------------------------------------------------------------
-
-
 @_called("scattered")
 def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Writes elements of `source` to a copy of x, at `indices` along a dim. For 3 dims and `axis=1`: `y[i][indices[i][j][k]][k] =
@@ -158,8 +152,6 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     rows = _numbers(x, number)
     return x + record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
 
-
-# --- dynamic slices ----------------------------------------------------------------------------------------------------
 
 Starts = Sequence[Tensor | int]  # one start per dim
 
@@ -234,9 +226,6 @@ def _start(
         raise ProgramError.here(f"{word}: dim {axis} cannot start at {what}; {why}")
     rows = record("iota", target=TensorType(i64, (Dim(size - length + 1),)), beside=x)
     return record("start", start if has_each or not start.ndim else hw.reshape(start), rows)
-
-
-# --- cumulative sums and sorting --------------------------------------------------------------------------------------
 
 
 @checked
@@ -317,9 +306,6 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
     return _ordered(x, order, number), order
 
 
-# --- any and all ------------------------------------------------------------------------------------------------------
-
-
 @_called("any")
 def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
     """True if an element along `axis` is true or nonzero. `axis` is as in `max`. A NaN is nonzero.
@@ -340,9 +326,6 @@ def all(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool =
 
 def _truth(x: Tensor) -> Tensor:
     return x if x.dtype.kind == "bool" else x != 0
-
-
-# --- shapes -----------------------------------------------------------------------------------------------------------
 
 
 @_called("stacked")
@@ -403,9 +386,6 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
         if x.type.shape[number] != Size():
             raise ProgramError.here(f"squeeze: dim {number} of {x.type} does not have size 1; select one index, or reduce the dim")
     return hw.reshape(x, *(str(size) for i, size in enumerate(x.type.shape) if i not in gone)) if gone else x
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 @_called("cross_entropy")

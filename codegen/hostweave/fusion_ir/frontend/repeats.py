@@ -163,8 +163,6 @@ class _Rewriting:
         column = (run.each | run.lagged).get(operand)
         return None if column is None or self.found.is_stack(column) else self.values[column[0]].type
 
-    # --- ops ---
-
     def sorted_ops(self, inputs: list[Value], outputs: tuple[str, ...]) -> tuple[Op, ...]:
         """The ops, with each run replaced by a repeat, in the original order as far as operands allow."""
         run_of = {name: run for run in self.found.runs for names in (run.key, *run.results) for name in names if name}

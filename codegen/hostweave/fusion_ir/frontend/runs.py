@@ -94,8 +94,6 @@ class Runs:
         }
         self.find()
 
-    # --- runs ---
-
     def find(self) -> None:
         calls: dict[str, list[Op]] = {}
         for op in self.fusion.ops:

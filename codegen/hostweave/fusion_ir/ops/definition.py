@@ -173,9 +173,6 @@ def checked_axis(axis: int, x: TensorType) -> int:
     return axis
 
 
-# --- indices ----------------------------------------------------------------------------------------------------------
-
-
 def elementwise(types: Types, op: Op) -> IndexMap:
     result = op.result.type.shape
     labels = numbered(result)

@@ -126,8 +126,6 @@ def _gelu_tanh(np: Any, x: Any) -> Any:
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-# --- binary ops -------------------------------------------------------------------------------------------------------
-
 add = _binary("add", "The sum.", "{0} + {1}", cpp_of_ints="hw::plus({0}, {1})", written="a + b", linear="terms")
 subtract = _binary("subtract", "The difference.", "{0} - {1}", cpp_of_ints="hw::minus({0}, {1})", written="a - b", linear="terms")
 multiply = _binary("multiply", "The product.", "{0} * {1}", cpp_of_ints="hw::times({0}, {1})", written="a * b", linear="factors")
@@ -165,8 +163,6 @@ copysign = _binary("copysign", "The absolute value of a with the sign of b.", "{
 OPS["pow"] = OpDef(
     2, _arithmetic(FLOATS), elementwise, lambda np, a, b: np.power(a, b), cpp="{std:pow}({0}, {1})", cost=60, written="a ** b"
 )
-
-# --- unary ops --------------------------------------------------------------------------------------------------------
 
 negative = _unary("negative", "The negation.", "-{0}", cpp_of_ints="hw::minus(0, {0})", kinds=SIGNED, written="-x", linear="first")
 abs = _unary(

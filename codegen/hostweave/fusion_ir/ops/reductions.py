@@ -151,8 +151,6 @@ reduce_and = _of_bits("and", "The bitwise and of ints or bools.", _AND)
 reduce_or = _of_bits("or", "The bitwise or of ints or bools.", _OR)
 reduce_xor = _of_bits("xor", "The bitwise exclusive or of ints or bools.", _XOR)
 
-# --- the matrix product ---------------------------------------------------------------------------------------------------
-
 
 def _matmul(types: Types, op: Op) -> TensorType:
     a, b = types

@@ -211,9 +211,6 @@ def _joined(child: tree.Instruction) -> set[str]:
     return forked & joined
 
 
-# --- on bodies --------------------------------------------------------------------------------------------------------
-
-
 def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
     for i in body:
         if i.ranks:

@@ -64,9 +64,6 @@ def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
     )
 
 
-# --- operands of concat and pad ---------------------------------------------------------------------------------------
-
-
 def _is_by_kernel(flow: Dataflow, op: Op) -> bool:
     """True if one kernel should compute a concat or pad. False if an operand's op, such as a matmul, could write into the result."""
     begin = OPS[op.kind].parts
@@ -127,9 +124,6 @@ def _adds_dims(flow: Dataflow, op: Op) -> bool:
 def _writes_strided(flow: Dataflow, op: Op) -> bool:
     """True if the lowering of an op can write strided memory, directly or by a copy."""
     return not (flow.is_view(op) or op.kind in TO_OTHER_MESHES or op.callee or op.user_kernel or op.kind == "output")
-
-
-# --- values with one view as their only consumer ----------------------------------------------------------------------
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:

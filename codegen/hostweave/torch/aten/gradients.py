@@ -241,9 +241,6 @@ def _attention_backward(
     return hw.attention_backward(q, k, v, y, dy, lse, "top_left" if causal else None, None, scale, gqa, bias=bias)
 
 
-# --- others -----------------------------------------------------------------------------------------------------------
-
-
 TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes_of(layout))
 
 
