@@ -125,8 +125,8 @@ def in_zigzag(ranks: int, t: DType) -> Fusion:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "alternative"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
 def test_rows_in_zigzag(ranks: int, alternative: str) -> None:
-    """For each other rank, a rank computes half of the scores: all rows with the first half of the keys, or the second half of the rows
-    with all keys."""
+    """A rank computes half of the scores with the keys of another rank. It uses the first half of the keys, or the second half of its
+    rows."""
     fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, choices={"@in_zigzag %k_gathered": alternative})
     program = compiled(fusion, options=options)
     arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)

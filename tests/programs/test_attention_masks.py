@@ -84,8 +84,8 @@ def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
-    """Random inputs. The bias masks some columns, and all columns of a row. Some sequences are empty, and some tokens are in no
-    sequence."""
+    """Random inputs. The bias masks random scores, and all scores of one row of a head. Some sequences are empty, and some
+    tokens are in no sequence."""
     arrays = random_arrays(fusion, {"B": 3, "S": 9, "T": 13, "U": 70, "V": 300, "W": 80, "N": 4}, seed=ranks)
     hidden = np.random.default_rng(ranks).random(arrays["bias"].shape) < 0.3
     arrays["bias"][hidden] = -np.inf

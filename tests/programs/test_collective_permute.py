@@ -1,4 +1,4 @@
-"""hw.collective_permute is a communication if each rank has one block. It consists of local copies if each rank has all blocks."""
+"""hw.collective_permute is a communication if each rank has one block. Otherwise, blocks are gathered if needed, and copied locally."""
 
 from __future__ import annotations
 

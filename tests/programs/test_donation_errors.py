@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 def test_a_read_after_an_overwrite_is_detected() -> None:
-    """A read of a donated input moves after its update, in the text or to another stream. The check reports this."""
+    """The check reports a read of a donated input after its update. Also tests other errors of outputs in donated inputs."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
 }
@@ -221,7 +221,7 @@ def test_slices_that_do_not_fit(name: str) -> None:
 
 
 def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
-    """Donated arrays must not be read-only or overlap with others. `out=` must be the donated array."""
+    """Donated arrays must not be read-only or overlap with others. `out=` must be None or the donated array."""
 
     @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
     def sums(x, y, z):  # type: ignore[no-untyped-def]
@@ -237,7 +237,7 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
             call(fixed, y, z)
     with pytest.raises(ArgumentError, match=r"sums: bind: x: is donated, so each call writes to it; pass it to each call"):
         compiled.bind(x=x)
-    held = compiled.bind(z=z)  # Bound inputs give the same results.
+    held = compiled.bind(z=z)
     first, _ = held(x, y)
     assert first is x
     assert x.tolist() == [2.0] * 4

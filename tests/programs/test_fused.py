@@ -48,7 +48,7 @@ def norms(ranks: int, t: DType) -> Fusion:
 
 
 def columns(ranks: int, t: DType) -> Fusion:
-    """Reductions over a sharded dim. Sums and maxima are all-reduced. argmax gathers its operand."""
+    """Reductions over a sharded dim, and a softmax over an unsharded dim. Sums and maxima are all-reduced. argmax gathers its operand."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "N@x"], w=t["N@x"])
     def columns(x, w):  # type: ignore[no-untyped-def]

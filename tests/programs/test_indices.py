@@ -22,7 +22,7 @@ from hostweave.pipeline import lower
 
 Array = NDArray[Any]
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
-SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # All sizes are uneven on 4 ranks. One rank has no elements of W.
+SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # All sizes are uneven on 4 ranks. Some leave the last rank without elements.
 INPUTS = {
     "x": hw.f32["M", "N"],
     "rows": hw.f32["M@x", "N"],
@@ -300,7 +300,7 @@ def test_top_k_orders_only_the_first_elements() -> None:
     compiled = hw.compile(sampled)
     assert "i64[B, 5]" in compiled.host_ir
     assert "i64[B, V]" not in compiled.host_ir
-    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # There are more elements than a GPU sorts partially.
+    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # A GPU cannot sort so many elements partially.
     assert "grid_of_orders(B, V, 5)" in compiled.source  # All thread blocks sort a long row together. One block sorts a short row.
     assert "grid_of_orders(B, V, V)" in hw.compile(many).source
     x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)

@@ -23,7 +23,7 @@ TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: 
 
 
 def joined(ranks: int, t: DType) -> Fusion:
-    """Concats of values with a common operand, concats of concats, and concats of single elements."""
+    """Concats of values with a common operand, concats of concats, and concats along dims of size 1."""
     rows = dict.fromkeys(("x", "z"), t["M@x", 4, "N"])
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), **rows, c=t["M@x", 1, "N"], s=t["M@x", 1, "N"], w=t["N"])
@@ -41,7 +41,7 @@ def joined(ranks: int, t: DType) -> Fusion:
 
 
 def reduced(ranks: int, t: DType) -> Fusion:
-    """Concats whose rows and columns are reduced, padded, updated in place and looked up."""
+    """Concats that are reduced, that contain a lookup, or that an in-place update writes. Also pads of computed values."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 16}
 LONG = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 PROMPTS, TOKENS = np.random.default_rng(0).integers(0, 96, (2, 13)).tolist(), 64  # 13 tokens are uneven on 2 and 4 ranks.
-ROUNDOFFS = 8  # tolerance in roundoffs of the largest element
+ROUNDOFFS = 8  # factor of the tolerance, which is relative to the largest logit
 
 
 @cache
@@ -167,7 +167,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, target: 
 
 @pytest.mark.parametrize("target", ["cpu", on_gpus(2)])
 def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The command prints tokens and their rate, and stops after an end-of-text token."""
+    """The command prints tokens and their rate, and stops at an end-of-text token."""
     folder, _, tokens = checkpoint(False)
     write_tokenizer(folder)
     prompt = " ".join(f"w{token}" for token in PROMPTS[0])
@@ -233,7 +233,7 @@ def test_other_models_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_names_of_older_configs(tmp_path: Path) -> None:
-    """Older configs have separate keys rope_theta, rope_scaling and torch_dtype. They may lack the other deleted keys."""
+    """Older configs have the keys rope_theta, rope_scaling and torch_dtype. They may lack keys that have default values."""
     found = json.loads((checkpoint(True)[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**found, "eos_token_id": [3, 4]}))
     wanted, rates, ends = read_config(tmp_path)

@@ -27,7 +27,7 @@ RANKS = 4
 
 
 def held() -> dict[str, int]:
-    """Counters of the memory of all programs of this process on the CPU device."""
+    """Numbers of live bytes and objects of the CPU device of this process."""
     return {name: count for name, count in counted().items() if name.startswith("live_")}
 
 
@@ -75,7 +75,7 @@ def test_the_arena_has_the_planned_size() -> None:
     fusion = fusion_of("two_loops", RANKS, 3, hw.bf16)
     sizes = sizes_of(fusion, 8)
     arrays = integer_arrays(fusion, sizes, seed=0)
-    compiled(fusion).run(**arrays)  # The warm-up makes ranks, channels, and memory for arguments.
+    compiled(fusion).run(**arrays)  # The warm-up makes ranks and channels.
     program, before = hw.compile(fusion), held()["live_bytes"]
     program.run(**arrays)
     arguments = sum(held_by_rank(p.type, sizes) for p in (*lowered(fusion).inputs, *lowered(fusion).outputs))

@@ -1,7 +1,7 @@
 """Each put, get, signal and wait is necessary, and so are its peer, position, signal number and count.
 
-The check detects each mutant that is not known to be correct, and so does some schedule of the CPU device. The proof of order does not
-cover values, so it does not detect a wrong source address of a get.
+The check rejects each mutant that is not known to be correct. For two small programs, some schedule of the CPU device fails too. The
+proof of order does not cover values, so no mutant has a wrong source address of a get.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def changes_of(host: HostProgram, i: tree.Instruction) -> Iterator[tuple[str, tr
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
-    """Yields a description and a program for each mutant. One instruction of the one-sided communication, or one order of streams, is
-    dropped, repeated or changed."""
+    """Yields a description and a program for each mutant. One instruction of the one-sided communication is dropped, repeated or
+    changed, or one synchronisation of streams is dropped."""
     walked = list(tree.walk(host.body))
     views = {name: number for number, i in enumerate(walked) for name in tree.names(i, "view")}
     for number, i in enumerate(walked):

@@ -49,7 +49,7 @@ def values(dtype: DType) -> torch.Tensor:
 
 
 def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
-    """Reference by torch. Floats are computed in float64, and rounded to the dtype of the result."""
+    """Reference by torch, or by NumPy for divisions. Floats are computed in float64, and rounded to the dtype of the result."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
     # NumPy is the reference, because torch raises an error for integer division by 0.

@@ -80,8 +80,8 @@ def product(
     out: hw.DType = hw.f32,
     dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3),
 ) -> Fusion:
-    """Makes a matmul for each kind of scales and each dim. The dim is sharded. Scales along the dim are sharded if their number is a
-    multiple of `ranks`."""
+    """Makes a matmul for each kind of scales and each dim in `splits`. Operands and scales are sharded along the dim if their size is a
+    multiple of `ranks`, and not 1."""
     types: dict[str, hw.TensorType] = {}
     ends = [f"{kind}_{split}" for kind in kinds for split in splits]
     for kind, split in itertools.product(kinds, splits):
@@ -240,7 +240,7 @@ def test_the_compiler_chooses_a_loop() -> None:
 @pytest.mark.parametrize("kind", ["vectors", "blocks"])
 @pytest.mark.parametrize("algorithm", ["", "ring", "put"])
 def test_numbers_of_rows_that_need_padding(algorithm: str, kind: str) -> None:
-    """cuBLASLt requires padding for scales per block if the number of rows is not a multiple of 4. In a loop, a matmul may accumulate."""
+    """cuBLASLt requires padding for scales per block if the number of rows is not a multiple of 4."""
     of_a, of_b = scales_of(kind, M, K, N)
 
     @hw.fusion(
@@ -321,7 +321,7 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
 
 
 def test_sizes_that_tensor_cores_do_not_support() -> None:
-    """A product is composed if its int sizes are not multiples of 16. A size that is known only at the call must be such a multiple."""
+    """A product is composed if K or N is an int that is not a multiple of 16. If K or N is known only at the call, it must be a multiple."""
 
     @hw.fusion(a=hw.f8e4m3["M", 24], w=hw.f8e4m3[20, 24], s=hw.f32["M", 1], t=hw.f32[1, 20])
     def odd(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

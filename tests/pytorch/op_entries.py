@@ -45,7 +45,7 @@ NOT_COMPARED = set(_NOT_COMPARED.split())
 
 
 def entries(number: int, of: int, dtype: torch.dtype = torch.float32) -> Iterator[Entry]:
-    """Every `of`-th entry that supports this dtype, from entry `number` on."""
+    """Every `of`-th entry from entry `number` on, unless it cannot be tested with this dtype."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db[number::of]:

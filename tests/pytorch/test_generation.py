@@ -209,7 +209,7 @@ class _Done:
 
 @shares_programs
 def test_the_host_does_not_wait_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, transformers checks one step late if greedy sequences have ended, and undoes the last step. The test makes transformers do
+    """On CUDA, transformers detects the end of greedy sequences one step late, and undoes the last step. The test makes transformers do
     this on the CPU. No step is undone if the caller gets the cache, or if tokens are sampled."""
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):

@@ -44,7 +44,7 @@ GRADIENTS_ARE_WRONG_IN_TORCH = ("as_strided_scatter",)  # torch's gradient of el
 
 
 def refused_entries(kind: str) -> set[str]:
-    """Refused entries of one kind on the page, including those that are refused in float32."""
+    """Refused entries of one kind on the page, including those of "float32, forward"."""
     found = set[str]()
     for section in PAGE.read_text().split("\n## ")[1:]:
         if section.partition("\n")[0] in (kind, "float32, forward"):
@@ -53,7 +53,7 @@ def refused_entries(kind: str) -> set[str]:
 
 
 def plan_of(given: list[Any], ranks: int) -> dict[str, str]:
-    """Plan that shards the first dim with at least one element per rank."""
+    """Plan that shards each tensor along its first dim with at least one element per rank."""
     found = {}
     for number, one in enumerate(given):
         dim = next((dim for dim, size in enumerate(one.shape) if size >= ranks), None)

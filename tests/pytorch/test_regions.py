@@ -97,7 +97,7 @@ def test_backend_in_training() -> None:
 @pytest.mark.extra
 @pytest.mark.slow
 def test_backend_with_other_sizes() -> None:
-    """At the second size, Dynamo makes the dim dynamic. The third size runs the same program."""
+    """At the second size, Dynamo makes the dim dynamic. Later sizes run the same program."""
     module, backend = Model().eval(), Backend()
     model = torch.compile(module, backend=backend)
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_a_mask_is_an_operand_of_attention() -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
 def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
-    """Each rank is a thread. It has a module of DTensors with the local tensors of one process of torch.distributed."""
+    """Each rank is a thread with a separate module, whose DTensors have the local tensors of this rank."""
     torch.manual_seed(4)
     want = Loss()
     placements = [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), Replicate()]

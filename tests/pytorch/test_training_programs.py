@@ -120,7 +120,7 @@ def test_results_are_named_by_the_module_and_views_of_arguments_are_not_saved() 
 
 
 class Mixer(nn.Module):
-    """Attention by matmuls. Queries, keys and values are slices of one product. Two attentions read one mask."""
+    """Attention by matmuls, or two attention ops with one mask. Queries, keys and values are slices of one product."""
 
     def __init__(self) -> None:
         super().__init__()
