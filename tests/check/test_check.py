@@ -299,7 +299,7 @@ copy %own -> %y
 }
 """
     check(host_text.parse(UNEVEN + body), {"M": rows})
-    if rows > 3:  # the block of another rank
+    if rows > 3:  # %own is then the block of another rank.
         with pytest.raises(ProgramError, match="writes %b over the bytes of %own that it reads"):
             check(host_text.parse(UNEVEN + body.replace("rank.x * ceil(M/3)", "0")), {"M": rows})
 

@@ -1,7 +1,7 @@
 """Runs mutants with one change in random schedules. A mutant that the check accepts must be correct.
 
 When an operation starts, it reads its inputs and fills its outputs with NaN. When it ends, it writes its outputs. The caller writes inputs
-and reads outputs on the caller's stream. All other memory is NaN before and after the call.
+and reads outputs on the caller's stream. All memory is NaN before the caller writes the inputs, and after the caller has read the outputs.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def in_zigzag() -> Fusion:
 
 
 def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The commands that `hostweave export` prints build the projects. All projects are in one folder, so that the runtime is built once."""
+    """The commands that `hostweave export` prints build and run the first project. All projects are in one folder, so that the runtime is
+    built once."""
     folder = tmp_path / "a project"
     assert main(["export", f"{EXAMPLES / 'seeds.py'}:ag_matmul_p2p", "--set", "D=4", "--set", "S=3", str(folder)]) == 0
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)

@@ -166,7 +166,7 @@ def test_nonlinear_ops_are_detected(kind: str) -> None:
 
 
 def expect_shared(case: Case) -> int:
-    """Splits the dims of each index label of an op in two. Tests that the op on blocks gives a block of the result, or a partial sum.
+    """Splits the dims of each index label of an op in two. Tests that the op on blocks gives a block of the result, or a partial result.
 
     Returns the number of tested labels.
     """

@@ -320,7 +320,7 @@ def test_carried_values_can_be_returned(backward: bool) -> None:
 def taken_again(
     both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
 ) -> Fusion:
-    """A backward pass: calls of layers, and then calls in reverse order. Each later call reads the input and the result of a layer."""
+    """Calls of layers, and then a backward pass in reverse order. Each call of this pass reads the input of a layer, its result, or both."""
 
     @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

@@ -321,7 +321,7 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
 
 
 def test_sizes_that_tensor_cores_do_not_support() -> None:
-    """A product is composed if K or N is an int that is not a multiple of 16. If K or N is known only at the call, it must be a multiple."""
+    """A product is composed if K or N is an int that is not a multiple of 16. Other values of K and N must be multiples of 16."""
 
     @hw.fusion(a=hw.f8e4m3["M", 24], w=hw.f8e4m3[20, 24], s=hw.f32["M", 1], t=hw.f32[1, 20])
     def odd(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

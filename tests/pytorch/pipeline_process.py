@@ -38,7 +38,7 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
     """Trains the stage of this rank with AdamW, and all stages with torch. Compares each loss, and in f32 the parameters at the end.
 
     In f32, compares the gradients of each step; in bf16, only those of the first step. If `in_program`, the program includes the
-    optimizer's step and clips the gradients of all stages. Then the norm of the gradients is compared at each step, instead of the gradients.
+    optimizer's step and clips the gradients of all stages. Then each step compares the norm of the gradients, instead of the gradients.
     """
     torch.manual_seed(0)
     stages = nn.Sequential(*(Block() for _ in range(group.count))).to(device, dtype)

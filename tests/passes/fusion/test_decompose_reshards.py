@@ -192,7 +192,7 @@ def test_sizes_select_the_steps() -> None:
 
 
 def test_costs() -> None:
-    """The chosen steps move no more bytes than any other step or any two steps."""
+    """The chosen steps move no more bytes than any single step or any two steps."""
     mesh = Mesh(x=4, y=2)
     types = [f32["M@x", "N"], f32["M@y", "N"], f32["M@x,y", "N"], f32["M", "N@y,x"], f32["M@y", "N@x"], f32["M", "N"], f32["M@x", "N@y"]]
     sizes = {"M": 64, "N": 1024}

@@ -1,4 +1,4 @@
-"""The pass share_equal_ops: equal ops are computed once. Ops with side effects, and ops in chunk loops, are not shared."""
+"""The pass share_equal_ops: equal ops are computed once. Some ops are never shared, such as user kernels and ops in chunk loops."""
 
 from __future__ import annotations
 

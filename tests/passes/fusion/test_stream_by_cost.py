@@ -57,8 +57,8 @@ def test_sends_and_recvs_are_not_chosen_on_4_or_more_ranks(program: tuple[str, s
 
 
 def test_programs_without_a_choice() -> None:
-    """There is no choice with `.stream` or overlap="off", if a size is unknown, or if an op before the matmul uses the gathered value. If
-    no number of chunks divides a size, the only choice is "none"."""
+    """There is no choice with `.stream`, with overlap="off", or if a size is unknown. There is also none if chunks are not contiguous, or
+    if an op before the matmul uses the gathered value. If no number of chunks divides a size, the only alternative is "none"."""
     assert taken(GATHER, sizes={"M": 8192, "K": 8192}) == []
     assert taken(GATHER, sizes={**LARGE, "M": 8191}) == ["none"]
     inputs, ops = GATHER

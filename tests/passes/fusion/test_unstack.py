@@ -1,5 +1,4 @@
-"""The pass unstack. An op that selects a value from a stack uses the value directly. The two sums of a variance are reduced as one
-stack."""
+"""The pass unstack replaces selects from a stack by the stacked values. The two sums of a variance are reduced as one stack."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def test_programs_that_the_pass_does_not_change(body: str) -> None:
 
 
 def test_a_variance_takes_two_all_reduces() -> None:
-    """The cases are a variance over a dim that two axes split, a variance over two dims, and a mean of means."""
+    """The cases are a variance over two dims, a variance over a dim that two axes split, and a variance from means of means."""
 
     @hw.fusion(mesh=hw.Mesh(y=2, x=2), x=hw.f32["M@x", "N@y"], z=hw.f32["M", "N@y,x"])
     def f(x, z):

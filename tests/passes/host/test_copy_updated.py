@@ -1,4 +1,4 @@
-"""The pass copy_updated. If a later op uses the operand of an update, the update is applied to a copy."""
+"""The pass copy_updated copies the operand of an update to the result if the two do not share memory."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_is_not_fused_if_its_other_consumers_are_not(order: str) -> None:
-    """In the backward pass of a norm, two kernels compute a column sum and a row sum. Both kernels need several values. Only %x is written
+    """In the backward pass of a norm, two kernels compute a column sum and a row sum from the same intermediate values. Only %x is written
     to memory; each kernel computes the other values again."""
     x = hw.bf16["M", "N"]
 
@@ -316,7 +316,7 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 
 
 def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
-    """The copy is on another stream, and writes another buffer."""
+    """A copy on another stream writes another buffer."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"

@@ -83,7 +83,7 @@ STAYS = {
 
 
 def program(step: str) -> HostProgram:
-    """Three iterations on three ranks. Afterwards, the program adds the data that was received in %l."""
+    """Three iterations on three ranks. Afterwards, the program sums the blocks that were received in %l."""
     return HostProgram.parse(f"""\
 kernel @negative_b(%a: f32[4, 4]) {{
   %b: f32[4, 4] = negative(%a)

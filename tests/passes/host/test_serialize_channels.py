@@ -340,8 +340,8 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Two sets, over all iterations except the first. The first set tells if `last` of the previous iteration is ordered before `first`.
-    The second set tells this for the launch of the previous iteration."""
+    """Two sets of answers, over all iterations except the first. Is `last` of the previous iteration ordered before `first`? Is the launch
+    of the previous iteration ordered before `first`?"""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
@@ -420,8 +420,8 @@ PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N]
 
 
 def test_ranks_that_depend_on_each_other_keep_program_order() -> None:
-    """A rank sends back data that depends on received data. If the next recv came first, it would wait for a send that follows the current
-    recv."""
+    """A rank sends back data that depends on received data. The peer sends more data only after it receives this data. So the next recv
+    cannot precede the send."""
     result = in_turn(steps(PING_PONG, PING_PONG_HEADER))
     assert "for %i in 0..2" in str(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}

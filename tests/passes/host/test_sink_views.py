@@ -147,7 +147,7 @@ CASES = {
   }
 """,
     ),
-    "not into a body on another mesh, if the index uses a coordinate of this mesh": (
+    "not into a body on another mesh, if the index uses a coordinate of the outer mesh": (
         """\
   %a = slice %x[1: 1 from rank.r]
   %b = slice %y[1: 1 from 0]

@@ -108,7 +108,7 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_of_its_consumer() -> None:
 
 @pytest.mark.parametrize("there", ["f32[M, K@x] on mesh(x=2 of ranks 2, 3)", "f32[M, K] on mesh(x=2 of ranks 1, 2)"])
 def test_other_transfers_stay_outside(there: str) -> None:
-    """A move is not in a loop if its blocks are not whole dims, or if some ranks are on both meshes."""
+    """A move is not in a loop if its blocks do not cover whole dims, or if some ranks are on both meshes."""
     source, target = hw.f32["M", "K"].on(A), Reader(there).tensor_type()
     text = STREAMED.replace(WHOLE, f"blocks={transfer(source, target, ALL)}")
     before = text.replace(f"f32[M, K] {ON_B}", there)
