@@ -1,5 +1,5 @@
-# A toolchain for programs that run once: sources merged and not optimised.
-# Without -Wsubobject-linkage: in a unity build g++ treats unnamed namespaces of included .cpp files like those of headers.
+# A toolchain for programs that run only once: sources are merged and not optimised.
+# -Wsubobject-linkage is off, because g++ treats unnamed namespaces of .cpp files in a unity build like those of headers.
 set(CMAKE_UNITY_BUILD ON)
 set(CMAKE_UNITY_BUILD_BATCH_SIZE 0)
 set(CMAKE_CXX_FLAGS_DEBUG "-O0 -Wno-subobject-linkage" CACHE STRING "")
@@ -7,7 +7,7 @@ set(CMAKE_CUDA_FLAGS_DEBUG "-O0 -Xcicc -O0 -Xptxas -O0" CACHE STRING "")
 set(CMAKE_CXX_COMPILER_LAUNCHER python3 ${CMAKE_CURRENT_LIST_DIR}/kept_objects.py)
 set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})
 
-# CMake examines each compiler once, and not in each project: that takes seconds.
+# CMake examines each compiler only once, because examining it in each project would take seconds.
 get_property(is_trial GLOBAL PROPERTY IN_TRY_COMPILE)
 if(NOT is_trial)
   file(GLOB examined "$ENV{CXX}-${CMAKE_VERSION}/CMake*Compiler.cmake")

@@ -320,7 +320,7 @@ def test_carried_values_can_be_returned(backward: bool) -> None:
 def taken_again(
     both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
 ) -> Fusion:
-    """Calls of layers, and then a backward pass in reverse order. Each call of this pass reads the input of a layer, its result, or both."""
+    """Calls of layers, and then calls in reverse order, as in a backward pass. The later calls read inputs of layers, results, or both."""
 
     @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

@@ -95,8 +95,8 @@ def small_llama() -> tuple[Any, Any]:
 
 @shares_programs
 def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has some heads of the cache, and launches a graph for each token after the second. Later prompts use the same graph. A
-    cache that the caller still refers to does not change.
+    """Each rank has some heads of the cache. For the first prompt, the second token is captured as a graph. The graph computes all later
+    tokens, also of later prompts, except the first token of a prompt. A cache that the caller still refers to does not change.
 
     For the same random seed, the sampled tokens equal those of the module.
     """

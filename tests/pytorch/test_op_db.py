@@ -1,6 +1,6 @@
 """Entries of op_db, torch's op database. An entry gives torch's result, or is on the page of refused entries in the documentation.
 
-Entries are tested in batches. By default, an eighth of the batches runs, on 2 ranks. With `-m slow`, the other batches run on 2 ranks, and
+Entries are tested in batches. By default, every eighth batch runs, on 2 ranks. With `-m slow`, the other batches run on 2 ranks, and
 all batches on 1 and 4 ranks. `python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
 """
 
