@@ -66,7 +66,7 @@ bool packs(const AttentionProblem& p) {
 
 // True if the kernels of this package compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats,
 // and only packed problems that `packs` accepts. With a bias, cuDNN supports no window. In causal attention with a bias, the
-// diagonal must start at the top left, or there must be a single row that attends to all columns. In causal attention with
+// diagonal must start at the top left, or the only row of q must attend to all columns. In causal attention with
 // lengths, the diagonal must start in a corner. If the diagonal starts after the first column and reaches the last column before
 // the last row, cuDNN supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {

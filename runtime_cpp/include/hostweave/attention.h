@@ -65,7 +65,7 @@ class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
   // Throws ExecutionError if the problem is not supported. Unless `blind_zeros` is set, it is also an error if there are no
-  // columns, or if the diagonal and the window leave a row without columns. The diagonal is not checked if there are lengths.
+  // columns, or if the diagonal and window leave a row without columns. The diagonal is not checked if there are lengths.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

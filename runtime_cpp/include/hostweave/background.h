@@ -8,8 +8,8 @@ namespace hw {
 void in_background(std::function<void()> work);
 
 // Waits until the threads of this library have ended. Call this function before the process exits. If threads still run after
-// `seconds`, the process will exit without destroying existing static objects, because these threads may use static objects of
-// NCCL and CUDA.
+// `seconds`, the process will exit without destroying existing static objects. These threads may use static objects of NCCL
+// and CUDA.
 void finish_background(double seconds);
 
 }  // namespace hw

@@ -67,8 +67,8 @@ class Member {
   // the program.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
-  // Collective. Returns the reason why ranks of the program's channels with transport `one_sided` or `peer` cannot access each
-  // other's memory, or "" if no reason is known.
+  // Collective. For channels with transport `one_sided` or `peer`, returns the reason why their ranks cannot access each other's
+  // memory, or "" if no reason is known.
   std::string out_of_reach(const ProgramTable& program);
 
   // add_graph registers a graph that uses channels of the member, and destroy_graph destroys the graph. An abort also destroys
