@@ -130,8 +130,8 @@ def test_a_ring(ranks: int) -> None:
 
 
 def test_another_thread_computes_as_usual_during_a_trace() -> None:
-    """In a thread that traces, indexing with a tensor without dims returns a view. Seeds, hooks, and slices that end at a tensor are refused
-    there. Another thread computes as usual."""
+    """In a thread that traces, indexing with a tensor without dims returns a view. Seeds, hooks, and slices that end at a tensor are
+    refused there. Another thread computes as usual."""
 
     def compute() -> tuple[Any, ...]:
         torch.manual_seed(3)
