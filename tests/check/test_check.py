@@ -394,7 +394,7 @@ kernel @add_turned(%a: f32[4, 4]) {
 
 
 def test_a_launch_in_place() -> None:
-    """The result of a kernel may be in the memory of an input only if each element depends only on the same element of the input."""
+    """The result of a kernel may be in the memory of an input only if each element depends only on the same input element."""
     head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:

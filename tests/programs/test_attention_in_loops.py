@@ -214,8 +214,8 @@ def test_p2p_has_one_block_per_stream() -> None:
 
 
 def test_other_masks_see_all_keys_at_once() -> None:
-    """There is no loop if attention has a window, if another op uses the gathered keys, or if the number of chunks is not the number of
-    ranks."""
+    """There is no loop if attention has a window, or if another op uses the gathered keys. There is also no loop if the number of chunks
+    is not the number of ranks."""
     options = Options(sizes={"S": 2**14})
     assert not lower(context_parallel(2, window=8), options).choices
     rows = "S@cp"
