@@ -125,8 +125,8 @@ def current(group: str = "default") -> Group | None:
 class Group(FallibleGroup):
     """Ranks that call programs together. Each rank has its own object of this class, which `hw.init` returns.
 
-    `rank` is the index of this rank, `count` the number of ranks, and `local_rank` the index of this rank among the ranks on its host. A
-    group that has failed cannot be used again.
+    `rank` is the index of this rank, `count` the number of ranks, and `local_rank` the index of this rank among the ranks on its host. If
+    the hosts are unknown, `local_rank` is `rank`. A group that has failed cannot be used again.
 
     Example: `torch.cuda.set_device(hw.init().local_rank)`.
     """

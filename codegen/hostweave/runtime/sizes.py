@@ -87,8 +87,8 @@ class ComparedSizes:
         self._group.compared_calls -= 1
 
     def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
-        """Compares the sizes of the next call between ranks, unless they equal those of the last call. Returns True if they are new.
-        `shapes` is a key of the sizes."""
+        """Compares the sizes of the next call between ranks, unless they equal those of the last call. Returns True for sizes that
+        no earlier call or `prepare` had. `shapes` is a key of the sizes."""
         last = self._last
         if last.variant is self and last.shapes == shapes:
             return False

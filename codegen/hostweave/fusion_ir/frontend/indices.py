@@ -330,9 +330,9 @@ def _truth(x: Tensor) -> Tensor:
 
 @_called("stacked")
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Stacks tensors of the same type along a new dim, at position `axis` of the result.
+    """Stacks tensors of equal dtypes and dims along a new dim, at position `axis` of the result.
 
-    Raises ProgramError for an empty list, for different types, or if `axis` is out of range.
+    Raises ProgramError for an empty list, for different dtypes or dims, or if `axis` is out of range.
 
     Example: `hw.stack([a, b])` with two `f32[M, N]` gives `f32[2, M, N]`.
     """

@@ -98,7 +98,7 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """Hoists each communication of a body past just enough work to hide it. Only `_sums_last` changes the order of communications.
+    """Hoists communications of a body past just enough work to hide them.
 
     First, matmuls that no large op needs move down to points where a rank would wait. A choice records whether a gather or reduce-scatter
     of stated sizes uses copy engines. If a body has such a choice, communications that overlap with nothing may use copy engines too.

@@ -8,8 +8,8 @@ becomes
     %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
-The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move: for indices of other ranks, it
-reads zeros, which the pointwise op would change.
+The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move. For indices of other
+ranks, such a take reads zeros, which the pointwise op would change.
 """
 
 from dataclasses import replace

@@ -26,7 +26,7 @@ If the gathered value is read after the loop, the copy moves to the end of the b
       copy %x -> %xg
     }
 
-A `choose` view has two alias roots, so the pass runs after all passes that need one root per name.
+A `choose` view has two alias roots. Most other passes need one root per name, so they run before this pass.
 """
 
 from __future__ import annotations
