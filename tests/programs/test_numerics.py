@@ -55,7 +55,7 @@ ON_ONE_DEVICE = (
     Variant(ranks=1, chunks=5, streams=2, dtype=hw.f16, known=True),
     Variant(ranks=1, chunks=3, streams=4, dtype=hw.bf16),
 )
-OFTEN = VARIANTS[3]  # Other tests run every program in this variant.
+OFTEN = VARIANTS[3]  # Other tests run every program of SEVERAL in this variant.
 QUICK = [v for v in VARIANTS if v is not OFTEN]  # Each program runs in only one of these variants by default.
 CASES = [
     pytest.param(name, v, id=f"{name}-{v}", marks=[] if names is ONE_DEVICE or v == QUICK[number % 4] else [pytest.mark.slow])

@@ -195,7 +195,7 @@ def test_refusals() -> None:
 
 
 class _Done:
-    """Replaces a CUDA event that has already occurred."""
+    """Replaces torch.Event. The event has always occurred already."""
 
     def __init__(self, **settings: Any):
         pass

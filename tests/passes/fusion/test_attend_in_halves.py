@@ -1,4 +1,4 @@
-"""The pass attend_in_halves: an attention op with rows in zigzag becomes two ops, one per half of the rows."""
+"""The pass attend_in_halves: causal attention of rows in zigzag becomes two ops, one per half of the rows."""
 
 from __future__ import annotations
 

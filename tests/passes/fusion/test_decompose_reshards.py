@@ -1,4 +1,4 @@
-"""The pass decompose_reshards: each reshard becomes a sequence of communications and local slices."""
+"""The pass decompose_reshards: a reshard becomes communications and local slices. A reshard without effect is removed or becomes a copy."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_a_gradient_that_only_an_update_needs_moves_down() -> None:
 
 
 def test_a_collective_on_other_ranks_is_not_in_a_kernel() -> None:
-    """The axis z belongs to the mesh of some ranks, not to that of the program."""
+    """The axis z belongs to the mesh of some ranks, not to the program's mesh."""
     other = "on mesh(z=3 of ranks 2, 1, 0)"
     text = f"""fusion @f(%x: f64[5@x, 5, 5], %c: f64[2, 5] {other}, %d: f64[2@x, 5], %v: f64[2, 5]) mesh(x=3) {{
       %part: f64[2, 5@z] {other} pinned = reshard(%v)
