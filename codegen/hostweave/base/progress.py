@@ -71,10 +71,6 @@ def tell(text: str) -> None:
 
 
 def _show(text: str) -> None:
-    if is_terminal():
+    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         sys.stderr.write(f"{_CLEAR}{text[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()
-
-
-def is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

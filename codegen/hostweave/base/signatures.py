@@ -108,7 +108,9 @@ def _wrong_type_of(
                 shown = " ".join(repr(value).split())  # one line
                 shown = shown if len(shown) < 100 else f"{shown[:100]}..."
                 usage = usage if len(usage) <= MAX_CHARACTERS else f"{name}({_without_type(parameters[parameter])})"
-                return f"{name}: {argument}={shown} is not {_with_article(_types_text(hints[parameter]))}; write {usage}"
+                wanted = _types_text(hints[parameter])
+                article = "an" if wanted.lower().startswith(("a", "e", "i", "o", "u", "hw.")) else "a"
+                return f"{name}: {argument}={shown} is not {article} {wanted}; write {usage}"
     return None
 
 
@@ -148,10 +150,6 @@ def _types_text(*hints: Any) -> str:
     parts = [part for hint in hints for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if part is not ...]
     words = [_type_text(part) for part in parts]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def _with_article(words: str) -> str:
-    return f"{'an' if words.lower().startswith(('a', 'e', 'i', 'o', 'u', 'hw.')) else 'a'} {words}"
 
 
 def _type_text(hint: Any) -> str:

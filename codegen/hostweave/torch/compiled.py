@@ -365,7 +365,8 @@ class CompiledModule(Delegating):
                 passed[node] = leaf
                 for dim, sizes in self._varying.get(node, ()):
                     if leaf.ndim > dim and leaf.shape[dim] not in sizes:
-                        why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {_words_of(sizes)}"
+                        wanted = f"{sizes.start} to {sizes.stop - 1}" if sizes.stop < 2**62 else f"{sizes.start} or more"
+                        why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {wanted}"
                         raise ArgumentError(f"{name}: {why}; compile it for that size, too")
             elif leaf != self._graph.constants.get(node):
                 raise ArgumentError(
@@ -382,10 +383,6 @@ def alone(device: torch.device) -> Group:
     """Group with this thread as its only rank."""
     name = f"alone on {device}"
     return current_group(name) or init(Threads(1), name, device=device.index)
-
-
-def _words_of(sizes: range) -> str:
-    return f"{sizes.start} to {sizes.stop - 1}" if sizes.stop < 2**62 else f"{sizes.start} or more"
 
 
 def _keywords(spec: Any) -> list[str]:

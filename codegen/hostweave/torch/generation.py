@@ -188,7 +188,8 @@ class Generation:
             return own.graph(kwargs)
         if own.kept and not caches.has_tensors(cache):
             own.kept.give(cache, _sizes(kwargs, self._word))
-        is_token = caches.has_tensors(cache) and _is_token(kwargs)
+        rows = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
+        is_token = caches.has_tensors(cache) and any(isinstance(one, torch.Tensor) and one.shape[1] == 1 for one in rows)
         if not (is_token and own.is_first):
             own.is_first = not is_token
             return self._plain(kwargs, group)
@@ -259,10 +260,6 @@ class Generation:
             if isinstance(mask, torch.Tensor) and mask.shape[dim] > 1:
                 shapes[mask] = {dim: Dim.AUTO}
         return shapes
-
-
-def _is_token(kwargs: Mapping[str, Any]) -> bool:
-    return any(isinstance(one := kwargs.get(name), torch.Tensor) and one.shape[1] == 1 for name in ("input_ids", "inputs_embeds"))
 
 
 def _sizes(kwargs: Mapping[str, Any], word: str) -> object:

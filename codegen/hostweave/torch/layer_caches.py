@@ -7,6 +7,7 @@ While a layer is traced, a list that records uses of other layers replaces `cach
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -44,10 +45,6 @@ class Index:
         return made
 
 
-def _compares(name: str) -> Callable[[Index, Any], Any]:
-    return lambda index, operand: index.compare(name, operand)
-
-
 def _reads(name: str) -> Callable[..., Any]:
     if hasattr(operator, name):
         return lambda index, *operands: getattr(operator, name)(index.read(), *operands)
@@ -57,7 +54,7 @@ def _reads(name: str) -> Callable[..., Any]:
 
 
 for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(Index, _name, _compares(_name))
+    setattr(Index, _name, partialmethod(Index.compare, _name))
 for _name in {*dir(int)} - {*dir(object)} | {"__hash__", "__repr__", "__str__", "__format__", "__reduce_ex__"}:
     if callable(getattr(int, _name)):
         setattr(Index, _name, _reads(_name))

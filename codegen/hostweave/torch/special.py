@@ -38,11 +38,6 @@ def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
     return (ends + sum(term(x, math.pi * k / count) for k in range(1, count))) / count
 
 
-def _gauss(count: int) -> list[tuple[float, float]]:
-    nodes, weights = np.polynomial.legendre.leggauss(count)
-    return [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(nodes, weights, strict=True)]
-
-
 def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
     made: Any = torch.full_like(z, coefficients[-1])
     for one in reversed(coefficients[:-1]):
@@ -145,7 +140,8 @@ def _j(order: int) -> Callable[[Any], Any]:
 
 def _y(order: int) -> Callable[[Any], Any]:
     """Bessel function Y: the series up to x = 2, integrals up to x = 25, then the asymptotic expansion."""
-    j, nodes = _j(order), _gauss(32)
+    j, gauss = _j(order), np.polynomial.legendre.leggauss(32)
+    nodes = [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(*gauss, strict=True)]
 
     def function(x: Any) -> Any:
         low = x.clamp(max=2.0)
@@ -285,10 +281,6 @@ def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
     return function
 
 
-def _rule_of_polygamma(n: int, x: Any) -> Any:
-    return NotImplemented if n > 20 else _in_float32(lambda x: polygamma(n, x))(x)
-
-
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "i0": _i0,
     "special_i0e": _i0e,
@@ -315,7 +307,7 @@ _WORDS = "i0 special_i0e special_i1 special_i1e digamma polygamma erfinv special
 DERIVED = {getattr(aten, name).default for name in _WORDS.split()}
 SPECIAL: dict[Any, Callable[..., Any]] = {
     **{getattr(aten, name).default: _in_float32(function) for name, function in _FUNCTIONS.items()},
-    aten.polygamma.default: _rule_of_polygamma,
+    aten.polygamma.default: lambda n, x: NotImplemented if n > 20 else _in_float32(lambda x: polygamma(n, x))(x),
 }
 for _kind in "tuvw":
     for _word in ("", "shifted_"):

@@ -204,9 +204,6 @@ def state_written(graph: Graph, name: str, options: Options) -> None:
     graph.__dict__.pop("input_types", None)
 
 
-# --- functions --------------------------------------------------------------------------------------------------------
-
-
 def _types_between(graph: Graph, name: str, layers: list[Layer], options: Options) -> dict[Node, TensorType]:
     """Infers the types of values between layers from a program without functions, with only the first two of several equal layers. The
     results of the second layer represent those of later layers."""

@@ -246,9 +246,6 @@ class Function:
         return found
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
     """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand.
 

@@ -120,9 +120,6 @@ def bound_attributes(op: Op, sizes: Sizes) -> dict[str, Any]:
     return {name: value.bind(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
 
 
-# --- result types -----------------------------------------------------------------------------------------------------
-
-
 def same_dtype(types: Types) -> DType:
     for other in types[1:]:
         if other.dtype != types[0].dtype:

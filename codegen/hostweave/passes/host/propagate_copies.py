@@ -106,8 +106,6 @@ class _Copy:
         for place in self.uses.touches[root]:
             yield from ((place, name) for name in tree.names(place.instruction, *roles) if self.uses.root(name) == root)
 
-    # --- readers of the copy read its source ---
-
     def reading_source(self, taken: set[str]) -> BodyEdits:
         """Edits that make later readers read the source, and move the copy to the end of the body if the loop's result is read later."""
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
@@ -152,8 +150,6 @@ class _Copy:
         if names and is_kernel and self.dst not in names and all(map(self.uses.is_whole, names)):
             return place.number, set().union(*(_views_in(later, name) for name in names))
         return len(self.uses.places), set()
-
-    # --- the source is computed into the destination ---
 
     def writing_destination(self, taken: set[str]) -> BodyEdits:
         """Edits that compute the source in the destination. Empty if uses of the source or of the destination forbid this."""
