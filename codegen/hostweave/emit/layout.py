@@ -51,8 +51,6 @@ def _short_function(lines: list[str]) -> list[str]:
     return [*lines[:opening], line] if len(line) <= COLUMNS else []
 
 
-# --- long lines -------------------------------------------------------------------------------------------------------
-
 # Lines that break after a head: `if` and `for` with a statement, kernels and constructors. The groups of a pattern are the head and the
 # rest. The number is the indentation of the rest, in steps.
 _HEADS = (
@@ -120,9 +118,6 @@ def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
     return [line[begin:end].strip() for begin, end in zip([start, *cuts], [*cuts, len(line)], strict=True)]
 
 
-# --- trailing comments ------------------------------------------------------------------------------------------------
-
-
 def _with_aligned_comments(lines: list[str]) -> list[str]:
     """Aligns the trailing comments of adjacent lines, as long as all lines stay within COLUMNS."""
     runs: list[list[tuple[str, str]]] = []  # (code, comment) of each line, in runs of adjacent lines
@@ -135,9 +130,6 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
             runs.append([(code, slashes + comment)])
     widths = [max(len(code) for code, _ in run) for run in runs]
     return [code.ljust(width) + comment if comment else code for run, width in zip(runs, widths, strict=True) for code, comment in run]
-
-
-# --- templates --------------------------------------------------------------------------------------------------------
 
 
 COMMON = "common"  # macros that do not depend on a transport

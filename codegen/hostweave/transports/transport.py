@@ -1,17 +1,9 @@
-"""A transport is how a channel transfers data. Each other file of this folder defines one `TRANSPORT`."""
+"""A transport is how a channel transfers data."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import import_module
 
-from hostweave.base.forks import importing
 from hostweave.types.machine import Machine
-
-# preferred ones first
-PREFERRED = ("two_sided", "peer", "one_sided")
-DEFAULT = PREFERRED[0]
-NAMES = tuple(sorted(PREFERRED))
 
 # Sets of values of the trait `posts` of `host_ir.tree.Instruction`.
 COLLECTIVES = frozenset({"collective"})
@@ -57,8 +49,40 @@ def first_carrying(transports: Iterable[Transport], *needs: Set[str]) -> Transpo
     return next((transport for transport in transports if any(map(transport.carries.issuperset, needs))), None)
 
 
-@cache
-def find_transport(name: str) -> Transport:
-    with importing:
-        transport: Transport = import_module(f"hostweave.transports.{name}").TRANSPORT
-    return transport
+_TRANSPORTS = (  # preferred ones first
+    # NCCL collectives, and send with a matching recv.
+    Transport(
+        name="two_sided",
+        carries=COLLECTIVES | MESSAGES,
+        template="nccl",
+        library="NCCL",
+        reduced_as={"bool": "u8", "i16": "i32", "u16": "u32", "f8e4m3": "f32", "f8e5m2": "f32"},
+        posts_in_group=2048,
+        holds_multiprocessors=True,
+        is_rendezvous=True,
+        graphs_on_all_ranks=True,
+    ),
+    # Copies between GPUs of one host. A signal is a word of memory that streams write or wait for.
+    Transport(
+        name="peer",
+        carries=SIGNALS,
+        template="peer",
+        library="CUDA",
+        registers_arena=True,
+        has_communicator=False,
+    ),
+    # Puts, gets and signals of NCCL between registered windows of ranks.
+    Transport(
+        name="one_sided",
+        carries=SIGNALS,
+        template="window",
+        library="NCCL",
+        registers_arena=True,
+        graphs_on_all_ranks=True,
+        since=(2, 29),
+    ),
+)
+PREFERRED = tuple(transport.name for transport in _TRANSPORTS)
+DEFAULT = PREFERRED[0]
+NAMES = tuple(sorted(PREFERRED))
+find_transport = {transport.name: transport for transport in _TRANSPORTS}.__getitem__

@@ -43,9 +43,6 @@ def _arange(result: Result, *arguments: Any, **_: Any) -> Any:
     return cast(numbers if isinstance(start, int) and start == 0 else numbers + start, result.dtype)
 
 
-# --- shapes -----------------------------------------------------------------------------------------------------------
-
-
 def _is_same(x: hw.Tensor, result: Result) -> bool:
     return tuple(map(str, x.shape)) == tuple(map(str, result.shape))
 
@@ -155,9 +152,6 @@ def _repeat(result: Result, x: hw.Tensor, repeats: Sequence[int]) -> hw.Tensor:
             wide = hw.broadcast_to(hw.expand_dims(x, dim), *before, count, *x.shape[dim:])
             x = hw.reshape(wide, *before, result.shape[dim], *behind)
     return x
-
-
-# --- elements by index, orders and losses -----------------------------------------------------------------------------
 
 
 TABLE |= {
