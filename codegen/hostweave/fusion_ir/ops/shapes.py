@@ -133,7 +133,8 @@ def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...],
     """Mesh axes with which the result of a reshape needs no communication: [8@y,x] becomes [2@y, 4@x]. None if there are no such axes.
 
     The axes exist if three conditions hold in both shapes, for each group of merged or split dims: the last sharded dim is split evenly, a
-    rank holds a single index of each dim before it in the group, and no dim is sharded in zigzag."""
+    rank holds a single index of each dim before it in the group, and no dim is sharded in zigzag.
+    """
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
     for left, right in groups(x.shape, shape):

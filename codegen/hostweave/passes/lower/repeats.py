@@ -7,9 +7,9 @@ becomes, if `depth` is odd and %x is a temporary,
     %y_other = allocate bf16[M, K]
     copy %x -> %y_other
     for %i in 0..depth {
+      %w_i = select %w[0: %i]
       %y_before = choose %y_other if %i % 2 == 0 else %y
       %y_i = choose %y if %i % 2 == 0 else %y_other
-      %w_i = select %w[0: %i]
       call @layer %y_before, %w_i -> %y_i
     }
 
