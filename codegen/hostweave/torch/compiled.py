@@ -365,8 +365,8 @@ class CompiledModule(Delegating):
                 passed[node] = leaf
                 for dim, sizes in self._varying.get(node, ()):
                     if leaf.ndim > dim and leaf.shape[dim] not in sizes:
-                        wanted = f"{sizes.start} to {sizes.stop - 1}" if sizes.stop < 2**62 else f"{sizes.start} or more"
-                        why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {wanted}"
+                        bounds = f"{sizes.start} to {sizes.stop - 1}" if sizes.stop < 2**62 else f"{sizes.start} or more"
+                        why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {bounds}"
                         raise ArgumentError(f"{name}: {why}; compile it for that size, too")
             elif leaf != self._graph.constants.get(node):
                 raise ArgumentError(
