@@ -186,7 +186,7 @@ def test_products_of_warpgroups_are_asynchronous(tmp_path: Path) -> None:
             assert "serialized" not in log, f"{name}: {log}"
 
 
-# --- counts and results of stated sizes ---------------------------------------------------------------------------------
+# --- counts and results of stated sizes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

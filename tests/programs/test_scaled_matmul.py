@@ -286,7 +286,7 @@ def test_a_bias_in_f32() -> None:
     near(hw.compile(ended).run(**given, b=np.full(N, 3, np.float32)), np.maximum(exact(given) + 3, 0), terms=2)
 
 
-# --- epilogues, layouts, errors---------------------------------------------------------------------------------------------
+# --- epilogues, layouts, errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -262,7 +262,7 @@ def test_sums_keep_narrow_integers(dtype: torch.dtype) -> None:
         assert torch.equal(mine, theirs)
 
 
-# --- ops that are refused, because the result would differ ------------------------------------------------------------------
+# --- ops that are refused, because the result would differ ------------------------------------------------------------
 
 
 def hooked(y: torch.Tensor) -> torch.Tensor:
