@@ -16,8 +16,7 @@ from typing import ClassVar
 
 from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, communication_slowdown
 from hostweave.communication.packing import TermReduction
-from hostweave.communication.steps import Dataflow, LoopSteps, rank_in_group
-from hostweave.communication.values import Values
+from hostweave.communication.steps import Dataflow, LoopSteps, Values, rank_in_group
 from hostweave.fusion_ir.ir import ROTATIONS, Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir

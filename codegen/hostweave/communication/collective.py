@@ -15,8 +15,7 @@ from hostweave.communication.packing import (
     per_step,
     source_blocks,
 )
-from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, rank_in_group
-from hostweave.communication.values import Values
+from hostweave.communication.steps import Dataflow, LoopSteps, Values, dim_of_chunk, rank_in_group
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir

@@ -1,10 +1,11 @@
-"""Facts for lowering: `Dataflow` describes the values of a fusion, and `LoopSteps` describes an iteration of a chunk loop."""
+"""Facts for lowering: `Dataflow` describes the values of a fusion, `LoopSteps` an iteration of a chunk loop, and `Values` their buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
@@ -141,6 +142,26 @@ class LoopSteps:
     def subchunks_of(self, value: Value, dim: int) -> Size:
         """Number of chunks into which the loop cuts this dim of a rank's local tensor."""
         return self.subchunks if self.owner is not None and value.type.dims[dim].axes else self.count
+
+
+class Values(Protocol):
+    """Interface through which the lowering of communication gets the buffers of values."""
+
+    by_step: dict[str, str]  # value that exists only in a loop -> buffer, with one chunk per iteration
+
+    def buffer_of(self, name: str) -> str: ...
+
+    def chunk(self, name: str, dim: int, steps: LoopSteps) -> str:
+        """Part of a value that one iteration accesses."""
+
+    def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
+        """Buffer from which an op reads its operand."""
+
+    def destination(self, op: Op, steps: LoopSteps | None) -> str:
+        """Buffer to which an op writes its result."""
+
+    def take_chunks(self, op: Op, steps: LoopSteps) -> None:
+        """Allocates memory for the chunks that the iterations of an op write."""
 
 
 def expr_of(size: Size | Sum) -> Expr:

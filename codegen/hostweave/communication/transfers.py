@@ -12,8 +12,7 @@ from math import prod
 from hostweave.communication.library_collectives import collectives_on
 from hostweave.communication.one_sided_collectives import OneSidedCollectives
 from hostweave.communication.packing import TermReduction, contiguous_source, group, packed_destination, packed_source, temporary
-from hostweave.communication.steps import Dataflow, LoopSteps
-from hostweave.communication.values import Values
+from hostweave.communication.steps import Dataflow, LoopSteps, Values
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import step_of

@@ -289,8 +289,6 @@ class Group(FallibleGroup):
         self._failure = "this process was forked from the rank's process"
         self._aborted.set()
 
-    # --- used by programs on this rank
-
     def member(self, module: ModuleType, target: Target) -> Any:
         """Returns the native object of this rank for the target. All programs share this object."""
         native_calls.modules.add(module)

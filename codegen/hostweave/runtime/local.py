@@ -317,8 +317,6 @@ class LocalProgram:
             self._ready_for = ready_for
         return checked_call
 
-    # --- with the other ranks
-
     def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
         """Compares the sizes of a call with those of the other ranks, unless the shapes equal those of the last call."""
         if self._compared and self._compared.compare(checked_call, shapes):

@@ -58,9 +58,6 @@ def is_in_order(cuts: Cuts) -> bool:
     return all(cut.blocks == 1 for cut in longer[1:])
 
 
-# --- moves between meshes ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Route:
     """Block `sent` of rank `sender` becomes block `received` of rank `receiver`."""

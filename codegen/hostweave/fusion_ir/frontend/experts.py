@@ -133,9 +133,6 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
     return indices.take(x, hw.minimum(begun, last), axis)
 
 
-# --- routing of tokens to the ranks of their experts -----------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Routing:
     """Result of `moe_routing`: the rank and the row of each choice. Each token has k choices, one for each of its experts.

@@ -41,9 +41,6 @@ def _rows(rows: TensorType, size: Size | None = None) -> Size:
     return rows.shape[0]
 
 
-# --- index checks -----------------------------------------------------------------------------------------------------
-
-
 def _index(types: Types, op: Op) -> TensorType:
     require(types[0], INTS)
     _rows(types[1])
@@ -66,8 +63,6 @@ OPS["index"] = OpDef(2, _index, _indices, _checked, cpp="hw::index({0}, {1})", c
 
 # The op `start` clamps the start of a slice to the valid range.
 OPS["start"] = replace(OPS["index"], numpy=lambda np, ids, rows: np.clip(ids, 0, len(rows) - 1).astype(np.int64), cpp="hw::start({0}, {1})")
-
-# --- gather -----------------------------------------------------------------------------------------------------------
 
 
 def _at(index: TensorType, beside: TensorType) -> None:
@@ -122,8 +117,6 @@ OPS["take"] = OpDef(
     is_exact=True,
 )
 
-# --- reversal of one half -----------------------------------------------------------------------------------------------
-
 
 def _reverse_second(types: Types, op: Op) -> TensorType:
     (x,) = types
@@ -152,8 +145,6 @@ OPS["reverse_second"] = OpDef(
     whole="reversed",
     makes="in_order",
 )
-
-# --- scatter ----------------------------------------------------------------------------------------------------------
 
 
 def _scatter(types: Types, op: Op) -> TensorType:
@@ -204,8 +195,6 @@ def _sent(types: Types, op: Op) -> IndexMap:
 _WRITES: dict[str, Any] = {"parts_fibers": True, "whole": "written by indices"}
 OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), fiber="hw::scatter", makes="scattered", **_WRITES)
 OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), fiber="hw::scatter_sum", partial="sum", is_exact=True, **_WRITES)
-
-# --- dynamic update of a slice -----------------------------------------------------------------------------------------
 
 
 def _update(types: Types, op: Op) -> TensorType:
@@ -259,8 +248,6 @@ def _written(types: Types, op: Op) -> IndexMap:
 OPS["dynamic_update_slice"] = OpDef(
     None, _update, _written, _updated, (ORDER,), updates=True, whole="written at positions from a tensor", makes="updated"
 )
-
-# --- ops on whole rows ------------------------------------------------------------------------------------------------
 
 
 def _whole_rows(types: Types, op: Op) -> IndexMap:

@@ -297,9 +297,6 @@ class _Choice:
         return replaced(op, result=replaced(op.result, stream=self.streams.get(op.result.name)))
 
 
-# --- regions ----------------------------------------------------------------------------------------------------------
-
-
 class _Loops:
     """Moves streamed ops into loops. Adjacent ops share a loop if their chunks are equal, and iteration i reads only chunks of iteration i.
 

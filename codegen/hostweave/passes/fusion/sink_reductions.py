@@ -67,8 +67,6 @@ class _Sinking:
         source, result = self.types[op.tensors[0]], op.result
         return source.partial is not None and not (result.type.partial or result.stream) and source.mesh == result.type.mesh
 
-    # --- ops that can be computed on terms ---
-
     def passed(self, op: Op) -> _Terms | None:
         """Terms of the op's result, computed from the terms of its operands. None if the op cannot be applied to terms."""
         summed = tuple(name for name in dict.fromkeys(op.tensors) if self.passes_on(name))
@@ -109,8 +107,6 @@ class _Sinking:
         names = iter(tensors)
         return replace(op, operands=tuple(next(names) if isinstance(operand, str) else operand for operand in op.operands))
 
-    # --- the graph of costs ---
-
     def edges(self) -> Iterator[Edge]:
         """Edges of the flow graph. The cost of a cut is the cost of all reductions that the cut requires."""
         for name, op in self.sums.items():
@@ -145,8 +141,6 @@ class _Sinking:
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned
         return user.result if user and is_next and name in self.passing else self.made[name].result
-
-    # --- rewriting by the cut ---
 
     def rewritten(self, side: set[tuple[str, str]]) -> Fusion:
         names, ops = FreshNames(self.fusion), list[Op]()
