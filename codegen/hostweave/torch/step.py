@@ -114,8 +114,6 @@ class TrainingStep(Differentiated):
     def _scale_now(self) -> dict[str, torch.Tensor]:
         return {SCALE: self._scale.now()} if self._scale else {}
 
-    # --- the programs -------------------------------------------------------------------------------------------------
-
     def _update(self, graph: Graph) -> GradientUpdate:
         """The optimizer's step at the end of the program."""
         updates = self._updates
