@@ -216,9 +216,9 @@ class Program:
         """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication, and compares the results with the fusion.
 
         Sizes that are not given are small. Vector clocks over the operations of all ranks prove the order (Fidge 1988, Mattern 1989). The
-        inputs of the comparison are random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns the parts that the comparison
-        does not cover, as texts. An example is a line that did not run. Raises ProgramError for the first fault, with rank and instruction
-        if known, and ArgumentError for invalid `sizes`.
+        inputs of the comparison are random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns texts about the parts that the
+        comparison does not cover, such as a line that did not run. Raises ProgramError for the first fault, with rank and instruction if
+        known, and ArgumentError for invalid `sizes`.
 
         Example: `program.check(M=8192, N=4096)`.
         """

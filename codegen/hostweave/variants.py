@@ -1,4 +1,4 @@
-"""Variants of a program: the same computation, compiled for calls that the program itself cannot run."""
+"""Variants of a program: the same computation, compiled under other assumptions, such as particular sizes."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping

@@ -69,7 +69,7 @@ def stated_location(location: Location | None) -> Iterator[None]:
 
 
 class HostweaveError(Exception):
-    """Base class of Hostweave's errors. The message has the location if known, the reason, and mostly a remedy."""
+    """Base class of Hostweave's errors. The message has the location if known, the reason, and usually a remedy."""
 
     def __init__(self, message: str, location: Location | None = None):
         super().__init__(f"{location}: {message}" if location else message)

@@ -1,4 +1,4 @@
-"""Makes os.fork safe: registered locks are free in the child, and a fork waits for late imports of the package."""
+"""Makes os.fork safe: registered locks are free in the child, and a fork waits for late imports and for processes that start."""
 
 import concurrent.futures.thread  # noqa: F401  # imported here, because a late import would register fork handlers while a fork waits
 import os

@@ -48,7 +48,7 @@ class _Task(Generic[T]):
             assert work is not None
             assert context is not None
             context.run(self._run, work)
-            del work, context  # so that the caller is the last owner
+            del work, context  # so that only the caller keeps them alive
             self.is_done = True
         self._finished.release()
 

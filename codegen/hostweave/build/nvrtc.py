@@ -46,7 +46,7 @@ class Unit:
 
     name: str
     line: int  # line of the file at which the text begins
-    before: str  # text that all units have in common
+    before: str  # text that precedes `text`
     text: str
 
     @property
@@ -70,8 +70,8 @@ def units_of(kernels: str) -> list[Unit]:
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into one unit per paragraph after the line `_INSTANCES`, except the last one. Each unit also has the last
-    paragraph, and the text before the line. A file without the line is one unit."""
+    """Splits a runtime file into units. Each contains the text before the line `_INSTANCES`, one paragraph after it, and the last
+    paragraph. A file without the line is one unit."""
     before, line, instances = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]

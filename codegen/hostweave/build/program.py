@@ -1,6 +1,6 @@
 """Builds the extension module of a host program, or finds it in the cache, and loads it.
 
-The cache key contains the IR without source locations and predicted times. So edits that only move lines cause no build, and the cached
+The cache key contains the IR, but no source locations and no predicted times. So edits that only move lines cause no build, and the cached
 sources keep the line comments of the first build.
 
 `HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. The generated sources are written to this folder if it is

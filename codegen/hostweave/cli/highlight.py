@@ -42,7 +42,7 @@ def ir_lexer() -> RegexLexer:
         tokens = {  # noqa: RUF012  as Pygments wants it
             "root": [
                 (r"\s+", Text.Whitespace),
-                (r"^@@ [-+,\d ]+ @@$", Generic.Subheading),  # between the stages of `inspect --after all`
+                (r"^@@ [-+,\d ]+ @@$", Generic.Subheading),  # header of a hunk in `inspect --after all`
                 (r"#[^\n]*", Comment.Single),
                 (r'"(?:[^"\\\n]|\\.)*"', String),
                 (r"%[A-Za-z_]\w*", Name),  # no colour, because most of the text consists of values

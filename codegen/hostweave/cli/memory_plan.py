@@ -67,7 +67,7 @@ class ArenaLayout:
 
 
 class ArenaEvents:
-    """Records calls of `hw::MemoryPlan`, which `place` makes in runtime_cpp/src/memory_plan.cpp."""
+    """Records calls of `hw::MemoryPlan`. `place` makes these calls by `hw_plan_memory`, and returns the layout."""
 
     def __init__(self) -> None:
         self.count = 0  # number of buffers

@@ -14,7 +14,7 @@ class Event:
     """One execution of an instruction on one rank. Times are in microseconds since the start of the call.
 
     `after` has the indices of events that must end before this event starts. `meets` has the indices of events that must start before this
-    event proceeds, such as the events of a collective on all ranks. `meets` includes this event.
+    event proceeds, such as the events of a collective on all ranks.
     """
 
     rank: int

@@ -27,10 +27,10 @@ class StreamRow:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle: an event, or an interval of exposed communication."""
+    """A rectangle: an event, an interval of exposed communication, or an interval of constant memory."""
 
     number: int  # index of the timeline
-    event: int  # index of the event; -1 for exposed communication
+    event: int  # index of the event; -1 for other rectangles
     start: float  # microseconds
     end: float
     x: float

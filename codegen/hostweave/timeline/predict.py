@@ -52,7 +52,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
     @cache
     def predecessors(task: SimulatedTask) -> tuple[int, ...]:
-        """Indices of the events for which a task waits. Predecessors replace a task that is not shown."""
+        """Indices of the events for which a task waits. If a predecessor is not shown, its own predecessors replace it."""
         found = ((numbers[each],) if each in numbers else predecessors(each) for each in task.after)
         return tuple(dict.fromkeys(number for numbers_of_task in found for number in numbers_of_task))
 
@@ -68,7 +68,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
 
 
 def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Concatenates the indices of an operation's parts. All ranks of a collective share the tuple of a single part."""
+    """Concatenates the indices of an operation's parts. Keeps the tuple of a single part, which all ranks of a collective share."""
     return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 

@@ -1,4 +1,4 @@
-"""Reports that compare a predicted timeline with a measured one. A report is an HTML page, a Perfetto trace or a picture."""
+"""Reports of a predicted timeline, and of a measured one if there is one: HTML pages, Perfetto traces and pictures."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,7 @@ class Report:
 
     predicted: Timeline
     measured: Timeline | None = None
-    graph: OpGraph | None = field(default=None, repr=False)  # graph of the fusion before lowering
+    graph: OpGraph | None = field(default=None, repr=False)  # graph of the fusion after the last fusion pass
     changes: tuple[Change, ...] = field(default=(), repr=False)
 
     @property

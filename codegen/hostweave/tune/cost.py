@@ -160,8 +160,8 @@ class AttentionWork:
         return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> AttentionWork:
-        """Attention to one block of keys. Only the block of this rank has a causal mask. In zigzag order, half of every other block is
-        masked."""
+        """Attention to one block of keys. Only the block of this rank has a causal mask. In zigzag order, half of each block of another
+        rank is masked."""
         columns = self.columns / chunks / (2 if self.is_balanced and not is_own else 1)
         return replace(self, columns=columns, is_causal=self.is_causal and is_own, is_balanced=False)
 

@@ -106,7 +106,7 @@ class _Finder:
         return (found, step_of(op).dim or 0) if are_first else ((), 0)
 
     def has_rows_of(self, op: Op, user: Op) -> bool:
-        """True if `user` is a matmul that the loop of a gather can compute. Its rows must be the gathered rows. Its other operand must
+        """True if `user` is a matmul that the loop of a gather can compute. Its rows must be the gathered rows. Its other operands must
         exist before the first consumer of the gather."""
         dim, first = step_of(op).dim, self.uses[op.result.name][0]
         if dim is None or op.result.type.dims[dim].axes or not self.is_outermost(op, dim):
@@ -197,7 +197,7 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """True if ranks of this fusion can use peer memory under `transport="auto"`. Peer memory requires sizes that divide evenly."""
+    """True if the option `transport` is "auto", and ranks can use peer memory, which requires sizes that divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 

@@ -179,7 +179,7 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
     for rank in old.all_ranks:
         holders.setdefault(_shard_position(source, old, rank), []).append(rank)
     replica_of: dict[int, int] = {}  # rank -> index among the ranks with the same shard
-    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> last index at this position
+    copies: dict[tuple[int, ...], int] = {}  # position in the new layout -> index of the last rank there
     for rank in new.all_ranks:
         position = _shard_position(target, new, rank)
         replica_of[rank] = copies[position] = copies.get(position, -1) + 1

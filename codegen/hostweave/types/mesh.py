@@ -20,7 +20,7 @@ class Mesh:
     """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. The last axis varies fastest. `hw.Mesh()` is a single
     device.
 
-    Raises ProgramError for invalid names or sizes of axes, and for more than 65536 ranks.
+    Raises ProgramError for axes without names, for invalid names or sizes, and for more than 65536 ranks.
 
     Example: in `hw.Mesh(dp=2, tp=4)` rank 6 has the coordinates dp=1, tp=2. The process group of rank 6 along `tp` is ranks 4 to 7.
     """
@@ -50,8 +50,8 @@ class Mesh:
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
         """Mesh of some ranks of this mesh, in the given order.
 
-        `axes` has names and sizes of the new axes. Without `axes`, the new mesh has the axes along which the ranks differ. The ranks must
-        then form a block of this mesh, in row-major order, unless this mesh has only one axis.
+        `axes` has names and sizes of the new axes. Without `axes`, a mesh of one axis keeps its axis. A mesh of several axes keeps those
+        along which the ranks differ, and the ranks must form a block of this mesh, in row-major order.
 
         Raises ProgramError if the ranks are not distinct ranks of this mesh, or do not fit the axes.
 

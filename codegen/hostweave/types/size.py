@@ -34,7 +34,7 @@ class Size:
     divisor: int = 1
 
     def __post_init__(self) -> None:
-        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # fast path for one number or one symbol
+        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # in lowest terms already
             return
         common = gcd(self.coefficient, self.divisor) or 1
         object.__setattr__(self, "coefficient", self.coefficient // common)
@@ -65,7 +65,7 @@ class Size:
 
     @cached_property
     def atoms(self) -> tuple[Atom, ...]:
-        """Factors that are not sums, also inside sums."""
+        """Factors that are not sums, including those inside sums."""
         return tuple(atom for factor in self.factors for atom in (factor.atoms if isinstance(factor, Sum) else (factor,)))
 
     @cached_property

@@ -127,7 +127,7 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """Mark of a tensor that is not reduced yet: each rank holds a term, and the tensor is their reduction by `op` over the mesh axes."""
+    """Marks a tensor that is not reduced yet: each rank holds one term of its reduction by `op` over the mesh axes."""
 
     op: str
     axes: tuple[str, ...]
@@ -232,7 +232,7 @@ class TensorType:
 
     @checked
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
-        """Local array of `rank`, cut from a global array. The result is a view, or a copy if a dim is in zigzag.
+        """Local array of `rank`, cut from a global array. The result is a view, or a copy if several ranks split a dim in zigzag.
 
         Raises ProgramError if the type does not fit the mesh, and ArgumentError if the shape or the rank does not fit the type.
         """
@@ -243,7 +243,7 @@ class TensorType:
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
         """Index of a rank's block in a global array of this shape, for example to read only this block from a file.
 
-        Returns one slice per dim, or an array of indices for a dim in zigzag. Raises the errors of `shard`.
+        The index consists of slices, or contains arrays if several ranks split a dim in zigzag. Raises the errors of `shard`.
 
         Example with a safetensors file: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]`.
         """
@@ -300,7 +300,7 @@ Shape = tuple[int, ...]
 
 
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
-    """Calls `block_of` after checks of the user's arguments. Errors begin with `word`."""
+    """Calls `block_of` after checks of the user's arguments."""
     type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):
         raise ArgumentError(f"{word}: rank {rank} holds no part of {type_}; choose a rank of its mesh")
@@ -379,10 +379,10 @@ def bind_sizes(
     shapes: Mapping[str, Shape],
     uneven: Container[str] | None = (),
 ) -> dict[str, int]:
-    """Value of every symbol in the types of the inputs. Raises ArgumentError if the shapes do not fit.
+    """Values of the symbols that are dims of inputs. Raises ArgumentError if the shapes do not fit.
 
-    Zigzag dims must be even. Other sharded dims must be even too, unless `uneven` is None, or the size is an int or has a symbol in
-    `uneven`.
+    Zigzag dims must be even. Other sharded dims must be even too, unless `uneven` is None, or the size is an int or a single factor with a
+    symbol in `uneven`.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}
