@@ -78,16 +78,16 @@ def compile(
     unless the axis is named tp.
 
     A module that `fully_shard` prepared needs no plan. Unless the plan states inputs, `example_inputs` are then the inputs of one rank.
-    Tensors with as many rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is over the rows of all
+    Inputs with as many rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is over the rows of all
     ranks.
 
     `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for these
-    arguments. Sizes are fixed, except for `dynamic_shapes`, which has the form that torch.export uses. Equal modules of a list, such as
+    arguments. Sizes are fixed, except those in `dynamic_shapes`, which is written as for torch.export. Equal modules of a list, such as
     layers, become one function of the generated program. `target` is by default "cuda" if the parameters, or without parameters the inputs,
     are on a GPU, otherwise "cpu".
 
-    With `training` the result is a TrainingModule, whose results have gradients. With `optimizer` the result is a TrainingStep, whose calls
-    also update the parameters in place. Exactly one result of the module must then be a scalar of floats, the loss. The code of the
+    With `training` the result is a TrainingModule, whose results support `backward()`. With `optimizer` the result is a TrainingStep, whose
+    calls also update the parameters in place. Exactly one result of the module must then be a scalar of floats, the loss. The code of the
     optimizer's step must consist of ATen ops on a parameter, its gradient and its state.
 
     `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
@@ -95,19 +95,19 @@ def compile(
     torch.amp.GradScaler for 16-bit gradients. Each call scales the loss. A call that updates parameters also does `unscale_`, `step` and
     `update`.
 
-    With `fp8=`, linears whose weights are in the plan are computed in 8-bit floats. "row" uses one scale per row, and "tensor" one per
-    tensor. "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights. `fp8={"q_proj": "row"}` selects
-    linears by patterns, as in the plan. The program quantises activations and weights to f8e4m3 in each call. Gradients are f8e4m3, or
-    f8e5m2 with "tensor".
+    With `fp8="row"`, linears whose weights are in the plan are computed in 8-bit floats, with one scale per row. "tensor" uses one scale
+    per tensor. "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights. `fp8={"q_proj": "row"}`
+    selects linears by patterns, as in the plan. The program quantises activations and weights to f8e4m3 in each call. Gradients are f8e4m3,
+    or f8e5m2 with "tensor".
 
     With `fullgraph=False`, unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions, which runs
     the parts between the breaks as programs, and the rest eagerly. `explain` of the result lists the breaks.
 
     If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The first axis of
     the mesh is for the stages. If there are other axes, the first must be named pp. With P coordinates along this axis, stage s is at
-    coordinate `s % P`. A stage reads results of earlier stages. `example_inputs` is a whole
-    batch, which a call splits along the first dim into `microbatches`. `loss(output, target)` computes the loss from the last argument of a
-    call, `target`. Without `loss`, the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". "auto",
+    coordinate `s % P`. A stage reads results of earlier stages. `example_inputs` is a whole batch, which a call splits along the first dim
+    into `microbatches`. `loss(output, target)` computes the loss, where `target` is the last argument of a call. Without `loss`, the last
+    stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". "auto",
     the default, starts from 1F1B, and changes the order if the cost model predicts a gain. `optimizer` has the parameters of all stages;
     each rank stores only the state of its stages.
 

@@ -29,7 +29,7 @@ class Copies:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
         self._tensors, self._block = tensors, block
-        with torch.inference_mode(False):  # calls in any mode write to the copies
+        with torch.inference_mode(False):  # calls outside inference mode cannot write to inference tensors
             self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
@@ -55,7 +55,7 @@ class ProgramPart:
     `numbers` maps inputs of the program to indices of arguments of the joint graph.
 
     A block of columns is not contiguous, so a program cannot read it in place. If each rank of a group has the whole tensor, the program
-    reads this tensor and slices it.
+    reads the whole tensor and slices it.
     """
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):

@@ -157,7 +157,7 @@ def _is_same(now: Any, before: Any) -> bool:
 class Kept:
     """Keeps the tensors of a cache for the next cache of the same sizes, so that a CUDA graph with these tensors can be reused.
 
-    `empty` and `allocated` are the forms of the cache before and after its tensors were allocated. `sizes` is a key of their sizes.
+    `empty` and `allocated` are the forms of the cache before and after its tensors were allocated. `sizes` identifies the tensors' sizes.
     """
 
     def __init__(self, cache: Any, empty: Form, allocated: Form, sizes: object):

@@ -205,11 +205,10 @@ class CompiledModule(Delegating):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """Maps the path of each module in a list, such as nn.ModuleList, to "traced", or to "as layers.0" if the module uses the trace of
-        the equal module `layers.0`.
+        """Maps the path of each module in a list, such as nn.ModuleList, to "traced", or to a value such as "as layers.0".
 
-        If a module differs from the modules before it, the value has the reason, such as `traced: its attention.scale differs from
-        layers.0`.
+        "as layers.0" means that the module uses the trace of the equal module `layers.0`. If a module differs from the modules before it,
+        the value has the reason, such as `traced: its attention.scale differs from layers.0`.
         """
         return self._graph.traced
 
@@ -279,7 +278,7 @@ class CompiledModule(Delegating):
         return found
 
     def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]) -> Any:
-        """Selects the module's results from the program's, and marks written tensors. `leaves` has the arguments of the call."""
+        """Builds the module's results, and increments the versions of written tensors. `leaves` has the arguments of the call."""
         made: dict[Node, Any] = {node: leaves[name] for node, name in self._graph.names.items() if name in leaves}
         constants = self._graph.constants
         pairs = zip(self._part.graph.returned, values, strict=True)

@@ -257,7 +257,7 @@ def _r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Pai
 
 
 def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
-    """Inverse transform with a real result. x has the first half of the terms; the others are their conjugates."""
+    """Inverse transform with a real result. x has the first size // 2 + 1 terms; the other terms are conjugates of these."""
     x, (*others, last) = _as_pair(x), dims
     scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
     for dim in others:

@@ -395,7 +395,7 @@ def frexp(x: torch.Tensor) -> Any:
     is_subnormal = wide.abs() < torch.finfo(wide.dtype).tiny
     wide = torch.where(is_subnormal, wide * 2.0**64, wide)
     exponent = torch.floor(torch.log2(wide.abs().clamp(min=torch.finfo(wide.dtype).tiny))).to(torch.int32) + 1
-    half = exponent // 2  # 2^exponent may overflow, so x is multiplied in two steps
+    half = exponent // 2  # 2^-exponent may underflow, so x is multiplied in two steps
     mantissa = wide * torch.pow(2.0, (-half).to(wide.dtype)) * torch.pow(2.0, (half - exponent).to(wide.dtype))
     up, down = mantissa.abs() >= 1, mantissa.abs() < 0.5
     mantissa = torch.where(up, mantissa / 2, torch.where(down, mantissa * 2, mantissa))

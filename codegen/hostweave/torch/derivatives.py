@@ -1,5 +1,6 @@
-"""Differentiates equal layers once. AOTAutograd traces the first layer. Each later layer is one op, and so is its derivative. Then copies
-of the first layer's nodes replace these ops. Layers are equal if they compute the same function, and the same arguments require grad."""
+"""Differentiates equal layers once. AOTAutograd traces the first layer. Each later layer is one op, and so is its derivative. Afterwards,
+each of these ops is replaced by a copy of the nodes of the first layer, or of its derivative. Layers are equal if they compute the same
+function, and the same arguments require grad."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ class _FirstDerivative:
 
 
 class Derivatives:
-    """Repeated layers of a graph. `firsts` is cleared before each trace, because AOTAutograd traces a graph twice."""
+    """Repeated layers of a graph. `firsts` is cleared before each call of the traced function, because AOTAutograd calls it twice."""
 
     def __init__(self, outer: Graph):
         layers = (layer for layer in repeated_layers(outer) if all(map(_is_tensor, (*layer.arguments, *layer.results))))

@@ -1,6 +1,6 @@
 """Modules that `parallelize_module` or `fully_shard` of torch.distributed prepared.
 
-Their hooks gather and cast DTensors. A compiled program has these gathers and casts, so the hooks are disabled during an export.
+Their hooks gather and cast DTensors. A compiled program contains these gathers and casts, so the hooks are disabled during an export.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
 
 def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
     """Repeats the rows of arguments `count` times, as a stand-in for the rows of all ranks. Also returns the new number of rows. Rows are
-    the first dim of the first tensor, and of tensors of the same first size."""
+    along dim 0 of the first tensor that has dims, and of tensors whose dim 0 has the same size."""
     rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
     return [torch.cat([leaf] * count) if has_rows(leaf, rows) else leaf for leaf in leaves], rows * count
 
@@ -100,7 +100,7 @@ def _stand_in(tensor: Any, mode: FakeTensorMode, dtype: torch.dtype) -> Any:
 
 
 def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """Maps ids of parameters that `fully_shard` casts to the dtype of their uses."""
+    """Dtypes to which `fully_shard` casts parameters, by the id of the parameter."""
     found = {}
     for state in states(module).values():
         dtype = state._mp_policy.param_dtype

@@ -62,7 +62,7 @@ def expect_global(graph: GraphModule) -> None:
             is_sharded = any(not placement.is_replicate() for placement in made.placements)
             is_partial = any(placement.is_partial() for placement in made.placements)
             if is_partial or (is_sharded and others):
-                why = "computes with a rank's part of a DTensor" if not is_partial else "takes a rank's term of a sum"
+                why = "computes with a rank's part of a DTensor" if not is_partial else "reads a rank's term of a partial sum"
                 raise refused_nodes(f"{why}; redistribute it first, or write use_local_output=False", others or [node])
         if node.op == "call_function" and node.target is DTensor.from_local:
             local = node.args[0]

@@ -135,8 +135,8 @@ def exported(
 
 @contextmanager
 def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) -> Iterator[None]:
-    """Refuses `.data` of traced tensors in user code. `assigned` gets the line of each assignment of a tensor to an attribute of a module.
-    At the end, removes new attributes that contain traced tensors."""
+    """Refuses `.data` of traced tensors in user code. Records in `assigned` the line at which a module's attribute was last set to a
+    tensor. At the end, removes new attributes that contain traced tensors."""
     thread, own, before = threading.get_ident(), nn.Module.__setattr__, [(vars(part), set(vars(part))) for part in module.modules()]
 
     def put(part: nn.Module, name: str, value: Any) -> None:
@@ -169,7 +169,7 @@ def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) ->
 
 
 def without_code() -> AbstractContextManager[None]:
-    """Stops torch from generating Python code for graphs, because no code runs these graphs."""
+    """Makes torch generate Python code for a graph only if the graph is run."""
     return _use_lazy_graph_module(True)
 
 
@@ -346,7 +346,8 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _mark_uses(graph: Graph, node: Node) -> None:
-    """Marks the uses of a value and of its views, not the value, because a write to the source may change the value before a use."""
+    """Marks each use of a value and of its views. Does not mark the value itself, because a write to the tensor that was detached may
+    change the value before a use."""
     for user in list(node.users):
         if is_view(user):
             _mark_uses(graph, user)

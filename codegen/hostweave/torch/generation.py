@@ -205,7 +205,7 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. First allocates an empty cache at global sizes. In a group, the rank then keeps only its blocks of the cache."""
+        """Calls a program. If the cache has no tensors, first allocates them at global sizes. In a group, a rank keeps only its blocks."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):

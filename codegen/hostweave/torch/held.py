@@ -78,7 +78,7 @@ def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
 
 
 def block_of(tensor: Any, rank: int | None, type: TensorType, mesh: Mesh) -> Any:
-    """Block of a rank of the group, or the whole tensor if `rank` is None, because all ranks are in this process."""
+    """Block of a rank of the group. If `rank` is None, all ranks are in this process, and the result is the whole tensor."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return tensor.full_tensor() if rank is None else tensor.to_local()

@@ -32,7 +32,7 @@ from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sou
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-# Assertions, and ops that return their operand. Programs do not have them.
+# Assertions, and ops that return their operand. Programs omit both.
 _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """
@@ -83,8 +83,8 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """`results_saved` if there is one rank, whose program returns these values only once. Empty on several ranks, because a result and
-        the saved value may be sharded differently."""
+        """`results_saved` on one rank, because the program returns each of these values once. Empty on several ranks, because the result
+        and the saved value may be sharded differently."""
         return self.results_saved if self.outer.mesh.size == 1 else {}
 
     @cached_property
@@ -412,7 +412,7 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, word: str | None) 
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Bias that is equivalent to a mask, with the number of keys as its last dim."""
+    """Bias that is equivalent to a mask. The size of its last dim is the number of keys."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype))
     return mask.expand(*(mask.shape[:-1] if mask.ndim > 1 else (1,)), k.shape[-2])

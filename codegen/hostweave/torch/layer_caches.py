@@ -1,7 +1,7 @@
 """The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
-While a layer is traced, a list that records uses of other layers replaces `cache.layers`, and an `Index` that records its uses replaces
-`layer_idx`. Equal layers may differ in their indices.
+While a layer is traced, `cache.layers` is replaced by a list that records uses of other layers. `layer_idx` is replaced by an `Index`,
+which records its own uses. Equal layers may differ in their indices.
 """
 
 import operator

@@ -112,8 +112,8 @@ def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node
 
 
 def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
-    """Values, such as the bias of a mask, that one module computes from values outside, and other modules also use. Values of a derivative
-    are not shared."""
+    """Values, such as the bias of a mask, that one module computes from values outside, and other modules use in the same ops. Values of a
+    derivative are not shared."""
     free, shared = set[Node](), set[Node]()
     for node in nodes:
         is_own = node in paths and node.meta.get("nn_module_stack")

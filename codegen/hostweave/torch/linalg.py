@@ -1,7 +1,7 @@
 """ATen's matrix factorisations in terms of other ops, for matrices of up to 32 rows and columns, with one step per pivot.
 
-As in torch's ops with the suffix `_ex`, `info` is the number of the first row that fails. Larger triangular matrices are inverted by
-blocks.
+The result `info` of ops with the suffix `_ex` is the number of the first row that fails, or 0, as in torch. Larger triangular matrices are
+inverted by blocks.
 """
 
 import math

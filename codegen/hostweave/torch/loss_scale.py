@@ -1,4 +1,4 @@
-"""Loss scaling for 16-bit gradients, in place of calls of `torch.amp.GradScaler`."""
+"""Loss scaling for 16-bit gradients, with the scale of a `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ _SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice
 
 
 def name_of_constant(node: Node) -> str:
-    """Name of a constant: a variable of the user for it, or torch's name."""
+    """Name of a constant: the user's variable, or torch's name."""
     of: Node = node
     while of.op == "call_function":
         line = location(of)

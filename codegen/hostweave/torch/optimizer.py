@@ -41,7 +41,7 @@ class Shadow:
         return recorder.recorded({PARAMETER: self._parameter, **self.tensors}, self._host)
 
     def replayed(self, step: UpdateStep) -> UpdateStep | None:
-        """Runs another step. Returns `step` with the new numbers, or None if the step makes different calls."""
+        """Runs another step. Returns `step` with the new numbers, or None if the step fails or makes different calls."""
         replay = Replay(step.calls)
         try:
             self._run(replay)

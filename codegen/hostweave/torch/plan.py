@@ -26,12 +26,12 @@ class Layouts:
     parameters: dict[str, AxesOfDims] = field(default_factory=dict)
     inputs: dict[str, AxesOfDims] = field(default_factory=dict)
     outputs: dict[str, AxesOfDims] = field(default_factory=dict)
-    data: set[str] = field(default_factory=set)  # axes that shard batches; parameters sharded over these axes are gathered before use
+    data: set[str] = field(default_factory=set)  # axes except tp that shard batches; parameters sharded over them are gathered before use
     rows: int = 0  # with fully_shard: number of rows of all ranks
     axes_of_rows: tuple[str, ...] = ()
 
     def of_rows(self, value: Any) -> AxesOfDims:
-        """Sharding of an argument or result by rows, or () if its first dim has another size."""
+        """Sharding of an argument or result by rows, or () without fully_shard or if its first dim has another size."""
         return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
 

@@ -48,7 +48,7 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values: that of DTensors and device meshes, otherwise that of the plan, or one rank."""
+        """Mesh for a graph with these values: the largest mesh of DTensors and device meshes, otherwise the plan's mesh, or one rank."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:

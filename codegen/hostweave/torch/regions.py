@@ -117,7 +117,7 @@ class Backend:
         return whole.forward
 
     def explain(self) -> str:
-        """Lists the compiled parts, the ops that run eagerly with the reason, and the bytes that each break costs."""
+        """Lists the compiled parts with the bytes that leave each program, the eager ops with the reason, and the graph breaks."""
         lines = []
         for number, part in enumerate(self.parts):
             first = next((found for node in part.nodes if (found := location(node))), None)
@@ -167,7 +167,7 @@ class ModelInRegions(Delegating):
         return [part.model.program for part in self.backend.parts if part.model is not None]
 
     def explain(self) -> str:
-        """Lists the parts of the model and the graph breaks, with the cost of each break."""
+        """Lists the compiled parts with the bytes that leave each program, the eager ops with the reason, and the graph breaks."""
         return self.backend.explain()
 
 

@@ -39,7 +39,7 @@ class Traced:
     """A traced layer, or its derivative. A copy of its nodes replaces each op `layer` with this `number`."""
 
     path: str
-    arguments: int = 0  # number of tensors in the arguments; the state of a cache follows them
+    arguments: int = 0  # number of operands that are arguments; tensors of a cache follow them
     layer: Traced | None = None  # layer of a derivative
     results: list[tuple[Any, ...]] = field(default_factory=list)  # (shape, strides, dtype) of each result
     number: int = field(default_factory=count().__next__)
@@ -350,8 +350,8 @@ def _root(node: Any) -> Any:
 
 
 def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str, of: dict[Node, Node]) -> list[Node]:
-    """Copies the nodes between `begin` and `end` before the op `before`, whose operands replace the layer's inputs. Adds the copies to
-    `of`, by node, and returns the results."""
+    """Inserts copies of the nodes between `begin` and `end` in front of the op `before`, whose operands replace the layer's inputs. Adds
+    the copies to `of`, by node, and returns the results."""
     of.update(zip(begin.args[1], before.args[1], strict=True))
     of.update({user: before.args[0][user.args[1]] for user in begin.users})
     with graph.inserting_before(before):

@@ -28,8 +28,8 @@ def _is_view(node: Any) -> bool:
 
 
 def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Saves a tensor in place of its saved views, because saved views are copied. The views must have at least as many elements in total,
-    or the tensor must be saved anyway. Returns False if nothing changes."""
+    """Saves a tensor in place of its saved views, because saved views are copied. Does so if the views have at least as many elements in
+    total, or if the tensor is saved anyway. Returns False if nothing changes."""
     made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
     views: dict[Any, list[list[Any]]] = {}
     for node in (made[node.name] for node in saved):

@@ -1,5 +1,5 @@
 """ATen's special functions in terms of other ops: series, asymptotic expansions, and sums that approximate integrals. The rules refuse
-complex numbers, and float64, because the sums have only enough terms for float32."""
+complex numbers. They refuse float64 too, because the sums have only enough terms for float32."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
 
 
 def _i_scaled(order: int) -> Callable[[Any], Any]:
-    """exp(-|x|) I(x). The weights of order 1 sum to 0, so expm1 can replace exp, and is precise for small x."""
+    """exp(-|x|) I(x). The weights cos(angle) of order 1 sum to 0, so expm1 can replace exp, and is precise for small x."""
 
     def function(x: Any) -> Any:
         size = x.abs()

@@ -108,8 +108,8 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
-    """Reshards an output to its sharding in `graph.results` or, without this list, by rows or replicated, unless the plan or the module
-    states a sharding."""
+    """Reshards an output to its sharding in `graph.results`. If `graph.results` is None, shards the output by rows or replicates it, unless
+    the plan or the module states its sharding."""
     if number < len(graph.written):  # sharded like the tensor to which it is written
         return value
     if graph.results is None:

@@ -108,7 +108,7 @@ def _widened(result: Result, x: hw.Tensor, before: Sequence[int], behind: Sequen
 def _turned(
     result: Result, y: hw.Tensor, weight: hw.Tensor, kernel: _Kernel, padding: Sequence[int], more: Sequence[int]
 ) -> tuple[hw.Tensor, hw.Tensor, _Kernel]:
-    """Images, weight and kernel of a convolution, with stride 1 and no padding, that equals this transposed convolution."""
+    """Images, weight and kernel of a convolution, with stride 1 and no padding, that equals a transposed convolution."""
     for dim, s in enumerate(kernel.stride, 2):  # zeros between the elements
         if s > 1:
             size = int(y.shape[dim])
