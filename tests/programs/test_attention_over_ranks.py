@@ -108,7 +108,7 @@ def test_on_gpus(sizes: dict[str, int]) -> None:
 def test_keys_are_not_sent() -> None:
     """If queries are replicated, ranks send only one number and one result per row.
 
-    Keys are sent if rows are sharded, or if there is a window or lengths for several rows.
+    Keys are sent if rows are sharded, or if several rows have a window, or lengths and a causal mask.
     """
     cached = hw.bf16[2, 4, "T@cp", 16]
 

@@ -298,7 +298,8 @@ class _Choice:
 
 
 class _Loops:
-    """Moves streamed ops into loops. Adjacent ops share a loop if their chunks are equal, and iteration i reads only chunks of iteration i.
+    """Moves streamed ops into loops. Adjacent ops share a loop only if their chunks are equal, and iteration i reads only chunks of
+    iteration i.
 
         %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
         %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
@@ -357,8 +358,8 @@ class _Loops:
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if one communication can do both `op` and the gathers of the loop. Some op must read both results: that
-        of `op`, and that of the loop's first gather."""
+        """True if one communication can do both `op` and the gathers of the loop. An op must read the result of `op`, and also the result
+        of the loop's first op."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False

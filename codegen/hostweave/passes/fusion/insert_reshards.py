@@ -105,7 +105,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """Returns the value in another dtype. Emits a cast, unless a matmul that only `op` reads can write this dtype."""
+        """Returns the value in another dtype. Emits a cast, unless a matmul computes the value only for `op` and can write this dtype."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))
@@ -122,7 +122,7 @@ class _Insertion(OpRewriter):
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
     def shard_of(self, made: Op, needed: Layout) -> str:
-        """Emits `made` again, for one shard. Elements depend only on their index, so a rank needs no communication."""
+        """Emits `made` again, with a sharded result. Elements depend only on their index, so a rank needs no communication."""
         name = made.result.name
         if (name, needed) not in self.done:
             shard = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=with_layout(made.result.type, needed))

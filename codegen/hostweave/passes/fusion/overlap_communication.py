@@ -89,7 +89,8 @@ def _block(op: Op, body: Fusion) -> BufferType:
 
 
 def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
-    """True if a kernel may do a collective: a sum or gather of small or unknown size, on the program's mesh."""
+    """True if a kernel may do a collective: a sum or gather of small or unknown size, outside of chunk loops, on the program's
+    mesh."""
     if op.kind not in KINDS or op.result.type.mesh or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
     block = _block(op, body)
@@ -100,8 +101,9 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications of a body past just enough work to hide them.
 
-    First, matmuls that no large op needs move down to points where a rank would wait. A choice records whether a gather or reduce-scatter
-    of stated sizes uses copy engines. If a body has such a choice, communications that overlap with nothing may use copy engines too.
+    First moves matmuls down to points where a rank would wait, unless a large op needs them. A choice records whether a gather or
+    reduce-scatter of stated sizes uses copy engines. If a body has such a choice, communications that overlap with nothing may use
+    copy engines too.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:

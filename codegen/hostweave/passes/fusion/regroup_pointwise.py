@@ -1,4 +1,4 @@
-"""Computes pointwise ops in the shape before or after a reshape. The ops then fuse with kernels of that shape. If a matmul computes %x:
+"""Computes pointwise ops in the shape before or after a reshape. The ops then fuse with kernels of that shape. Here, a matmul computes %x:
 
     %h: bf16[S*B, N] = add(%x, %bias)                   %h: bf16[S*B, N] = add(%x, %bias)
     %h_3d: bf16[S, B, N] = reshape(%h)                  %g_regrouped: bf16[S*B, N] = tanh(%h)

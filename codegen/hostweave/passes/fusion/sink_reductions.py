@@ -40,7 +40,7 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of an op's result, and their type. Each rank applies the op to `operands`, and to the terms of those in `summed`."""
+    """Terms of an op's result, and their type. Each rank applies the op to `operands`. The op reads the terms of operands in `summed`."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -98,7 +98,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """Operand of the reshard that computes the value if the compiler inserted this reshard. Otherwise the value itself."""
+        """Value before an inserted reshard on the same mesh. Otherwise the value itself."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name

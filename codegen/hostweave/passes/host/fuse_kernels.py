@@ -309,7 +309,8 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly: the value lacks an index, and its indices are not exactly the kept indices."""
+    """True if a kernel would compute a value repeatedly: the value lacks an index of the kernel, and its indices are not exactly the kept
+    indices."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 

@@ -1,4 +1,4 @@
-"""Fuses matmuls of few rows and a common first operand with the pointwise kernel that reads their results.
+"""Computes matmuls with few rows and the same first operand in the pointwise kernel that reads their results.
 
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h

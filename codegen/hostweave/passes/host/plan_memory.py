@@ -197,7 +197,7 @@ def _record_anew(i: tree.Instruction, recorded: RecordedEvents) -> None:
 
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
-    """First child at whose end the caller's stream is ordered after an access."""
+    """First child at whose end the caller's stream is ordered after an access, or `never`."""
     child, streams = touch
     for_each = (next((at for at, up_to in known.done.get(stream, ()) if min(at, up_to) >= child), never) for stream in streams)
     return max(for_each, default=child)
@@ -238,7 +238,7 @@ def _ties(body: tree.Body) -> set[int]:
 
 
 def _on(child: tree.Instruction) -> tuple[Mesh | None, tree.Instruction]:
-    """Mesh of a child (None: all ranks), and its instruction."""
+    """Mesh of an `on` body, and the instruction in it. For any other child, None and the child."""
     return (child.ranks, tree.bodies(child)[0][0]) if child.ranks else (None, child)
 
 

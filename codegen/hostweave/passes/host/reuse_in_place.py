@@ -106,8 +106,8 @@ class _Sharing:
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
         """Puts the operand into the memory of a donated input, if the result must be there. Other accesses of the input must come before
-        the first access of the operand, or after this instruction. The instruction with this first access may also access the input, if it
-        may write the operand over the input."""
+        the operand is first written, or after this instruction. The first writer of the operand may read the input if this writer may
+        also overwrite the input."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False

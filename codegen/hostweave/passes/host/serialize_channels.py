@@ -81,7 +81,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes waits or records (`kind`) of the turn's event: the instruction itself, or those in a stream block."""
+        """Removes an instruction if it is a wait or record (`kind`) of the turn's event. Removes such instructions from a stream block."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):

@@ -1,11 +1,12 @@
-"""Moves each view to its first use. If all uses are in one stream block or branch, the view moves there.
+"""Moves each view to its first use. If all uses are in one stream block, branch or `on` body, the view moves there.
 
     %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
     launch @negative_t %x -> %t    becomes    %h = slice %x[1: 4 from 4]
     copy %h -> %y                             copy %h -> %y
 
-Unconditional loop-invariant views move before the loop and the fork of its streams. If several instructions of a body contain equal
-views, and one of the views is unconditional, one view before these instructions remains.
+Loop-invariant views move before the loop and the fork of its streams, unless they are in a branch, or the number of iterations is
+symbolic. If several instructions of a body contain equal views, and one of the views is unconditional, one view before these instructions
+remains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,9 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """Moves equal views before their users or a loop. At least one of them must be unconditional, because a condition may bound the
-    index."""
-    # view without its name -> names of all such views, each with the position of the instruction that uses it
+    """Replaces equal views by one view before the first instruction that contains one of them. Also moves a loop-invariant view before its
+    loop. At least one of equal views must be unconditional, because a condition may bound the index."""
+    # view without its name -> names of all such views, each with the position in `body` of the instruction that is or contains the view
     made: dict[tree.Instruction, dict[str, int]] = {}
     for at, i in enumerate(body):
         for view in _movable(i):
@@ -92,7 +93,8 @@ def _place(view: tree.Instruction, lines: _Lines) -> None:
 
 
 def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
-    """Position before `at`, and before adjacent instructions with a role in `before`. For a loop, also before its forks and records."""
+    """Index at which to insert an instruction before `at`. Skips preceding instructions with a role in `before`. If `at` is a loop, also
+    skips preceding forks and records."""
     is_loop = bool(body) and body[at].trips is not None
     while at > 0 and tree.names(body[at - 1], *before, *(("fork", "record") if is_loop else ())):
         at -= 1

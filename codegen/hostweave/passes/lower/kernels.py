@@ -1,5 +1,5 @@
-"""Kernels that lowering launches: kernels of one op, and kernels that reduce terms, multiply ints or scale matrices. Ops that differ only
-in names share a kernel."""
+"""Kernels that lowering launches: kernels of one op, and kernels that reduce terms, multiply ints or scale matrices. Kernels of one op
+are shared by ops that differ only in names."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -308,7 +308,7 @@ class _Lowering:
                 self.b.emit(replace(matmul, dst=packed))
 
     def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
-        """Launches a kernel, because cuBLASLt has no such product of ints. A kernel needs different buffers as inputs."""
+        """Launches a kernel that multiplies ints. A kernel needs different buffers as inputs."""
         b = self.copied(b, steps) if a == b else b
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 

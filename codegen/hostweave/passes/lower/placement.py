@@ -110,8 +110,8 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
-    """True if the view `op` only adds dims of one element. The op of the viewed value must also be able to write into the memory of the
-    view."""
+    """True if the view `op` only adds or removes dims of one element. The op of the viewed value must also be able to write into the
+    memory of the view."""
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]
