@@ -141,7 +141,7 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
-    """Joins dims that share an index. Returns the dims without a loop, by value, and all other dims that ops have."""
+    """Joins dims that share an index. Returns the dims without a loop, by value, and the dims with an index."""
     fibers: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:
@@ -157,10 +157,10 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_fibers(kernel: Kernel, fibers: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op on whole rows shares the kernel with other ops, except the iota of a scatter.
+    """Raises NotOneKernel if an op on whole fibers shares the kernel with other ops, except the iota of a scatter.
 
     Also raises NotOneKernel if a loop iterates over a dim of `fibers`. A value in `fibers` must be an input, the result of an op on whole
-    rows, or an iota that is not a result of the kernel.
+    fibers, or an iota that is not a result of the kernel.
     """
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].fiber}
     for name, operands in whole.items():
@@ -300,8 +300,8 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     """True if a result may share memory with an input. The last read of element i of the input must precede the write of element i of the
     result.
 
-    A reduction finishes its reads before the kernel writes. If the result has only the kept dims, one thread writes an element, so no other
-    thread may read the input.
+    A reduction finishes its reads before the kernel writes. If the result has only the kept dims, one thread writes an element, and no
+    other thread may read the input.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # Any thread may send any element of the operand.

@@ -1,8 +1,8 @@
 """Live ranges of a host program's temporaries, which determine the layout of the arena.
 
 An `allocate` makes one buffer, or one buffer per stream in a stream block. A buffer lives until its `deallocate`, or until the end of the
-enclosing body. Buffers that are allocated later in program order may reuse its bytes. If the buffer belongs to a stream, only buffers of
-this stream may reuse its bytes until the streams are joined.
+enclosing body. An `on` body does not count as an enclosing body. Buffers that are allocated later in program order may reuse the bytes. If
+a buffer belongs to a stream, only buffers of this stream may reuse its bytes until the streams are joined.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class _Walk:
 def _needed(events: MemoryEvents, ranks: frozenset[int], follows: frozenset[int], pools: frozenset[str] = frozenset()) -> MemoryEvents:
     """Removes ends and joins without effect. `ranks` have these events. A live range may begin after `events` on the ranks `follows`.
 
-    An end or join has no effect if no live range begins later. An end also has none if a join of its pool precedes the next begin. A join
-    also has none if its pool has no buffers.
+    An end or join has no effect if no live range begins later. An end also has no effect if a join of its pool precedes the next begin. A
+    join also has no effect if its pool has no buffers.
     """
     pools |= {begin.place.stream[0] for begin in begins(events) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin

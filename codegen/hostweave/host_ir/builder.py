@@ -1,4 +1,4 @@
-"""Builder of host programs. Names of buffers become unique, and equal views are reused."""
+"""Builder of host programs. Names of buffers become unique, and visible equal views are reused."""
 
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -62,7 +62,8 @@ class Builder:
         return self.events[-1].name
 
     def loop_index(self) -> str:
-        """Index of a loop in the current body: i, in nested loops j, k, l, then i_2 and so on."""
+        """Name of the index of the next loop: the first unused of i, j, k and l, otherwise i_2 and so on. Loops at one depth share the
+        name."""
         if self._depth == len(self._indices):
             self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._used_names), "i")))
         return self._indices[self._depth]
@@ -137,7 +138,7 @@ class Builder:
 
     @contextmanager
     def outermost(self) -> Iterator[None]:
-        """Emits into the outermost body, before the loop that is being built."""
+        """Emits into the outermost body, before the loop or block that is being built."""
         scopes = self._scopes
         self._scopes = scopes[:1]
         yield

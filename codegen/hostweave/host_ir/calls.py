@@ -60,8 +60,8 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Inverse of `bodies`. If there are several parts, merges equal kernels, and removes unused channels. Renames event pools and different
-    kernels that have equal names. A pool of streams gets the largest size that a part needs."""
+    """Inverse of `bodies`. If there are several parts, merges equal kernels, and removes unused channels. If two event pools, or two
+    different kernels, have one name, renames the second. A pool of streams gets the largest size that a part needs."""
     program = parts[-1]
     if len(parts) == 1:
         return program
@@ -110,8 +110,8 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """Inlines all calls, for analyses that read only the main body.
 
     Buffer `%h` of `@layer` becomes `%layer_h`, and `%layer_h_2` in the second call. Memory that the function does not free is deallocated
-    after each call, so the next call can reuse it. Arguments replace parameters. If the function has donated inputs, its inputs become
-    `as_given` views, and results in donated memory become `take_over` views.
+    after each call, so the next call can reuse it. If the function has donated inputs, its inputs become `as_given` views, and results in
+    donated memory become `take_over` views. Arguments replace all other parameters.
     """
     return _Inlining(program).program() if program.functions else program
 
@@ -150,7 +150,8 @@ class _Inlining:
         return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
-        """Instructions around the inlined body of a function with donated inputs. Adds the views that replace parameters to `names`."""
+        """Instructions before and after the inlined body. There are none if no input is donated. Renames parameters in `names` to the new
+        views."""
         donated = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
         for kind, parameters in ((AsGiven, function.inputs if donated else ()), (TakeOver, donated)):
@@ -169,7 +170,7 @@ def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
 
 
 def renamed(body: tree.Body, names: Mapping[str, str], values: Mapping[str, Expr] = MappingProxyType({})) -> tree.Body:
-    """Renames the buffers and indices of a body that are in `names`, and replaces the indices in `values`."""
+    """Renames the buffers and indices that are keys of `names`. Replaces the indices that are keys of `values` by expressions."""
 
     def rename(i: tree.Instruction) -> tree.Instruction:
         return tree.with_names(tree.with_expressions(i, lambda expr: _expr(expr, names, values)), names, *tree.NAMED)

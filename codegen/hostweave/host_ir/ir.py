@@ -34,7 +34,7 @@ from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
 MAX_WORDS = 3  # most ops of a kernel whose name lists its ops
-MAX_CHARACTERS = 48  # most characters of result names in the name of a kernel
+MAX_CHARACTERS = 48  # most characters of all result names, if the name of a kernel lists them all
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Kernel:
 
     @property
     def is_local(self) -> bool:
-        """True if an attribute of an op depends on the position of the rank's shard."""
+        """True if an attribute of an op depends on the size or position of the rank's shard."""
         return any(isinstance(atom, LocalSize) for size in self.sizes for atom in size.atoms)
 
     @property
@@ -183,7 +183,8 @@ P = ParamSpec("P")
 
 
 def analysis(compute: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Decorator of an analysis of a program, fusion or kernel. Caches the result in the analysed object. Callers must not modify it."""
+    """Decorator of an analysis of a program, fusion or kernel. Caches the result in the analysed object. Callers must not modify the
+    result."""
 
     def once(program: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return fact(program, (compute, args, *kwargs.items()), None, compute, program, *args, **kwargs)
@@ -318,7 +319,7 @@ def _listed(items: Iterable[object]) -> str:
 
 
 def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
-    """Yields names and local types of parameters, buffers and views, except in functions. A name of two bodies appears twice."""
+    """Yields names and local types of parameters, buffers and views, except in functions. Yields a name twice if two bodies define it."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.items()
     for instruction in walk(program.body):

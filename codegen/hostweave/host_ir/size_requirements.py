@@ -42,8 +42,8 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of indices after a slice. Omits sizes that cannot be
-    negative, because no coefficient is negative."""
+    """Sizes that must not be negative in a call, such as `(M - 2)`, the number of indices after a slice. Omits sizes without a negative
+    coefficient, because they cannot be negative."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)

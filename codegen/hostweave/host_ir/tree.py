@@ -67,7 +67,7 @@ class Instruction:
     calls: ClassVar[bool] = True  # False if the instruction only defines a name
     shows: ClassVar[str] = ""  # "in order" for a view that shows all elements in their order; "all" if their order changes
     copies: ClassVar[bool] = False  # True if the instruction can be removed when src and dst are the same memory
-    work: ClassVar[str] = ""  # "compute", or "move" for copies and fills; "" if the instruction does no local work
+    work: ClassVar[str] = ""  # "compute", or "move" for copies, packs and fills; "" if the instruction does no local work
     orders: ClassVar[bool] = False  # True if no work may move across the instruction
     marks: ClassVar[bool] = False  # True if the instruction records when a stream reaches it
     log_sum_exps: ClassVar[str] = ""  # "gives" if the field `lse` is written, "takes" if it is read

@@ -1,5 +1,5 @@
-"""Splits rows evenly over threads, which hold rows in registers. A row is held if several loop nests (walks) use it. A row is also held if
-threads can load it before a reduction that precedes its use.
+"""Splits rows over threads, which hold rows in registers. A row is held if several loop nests (walks) use it. A row may also be held so
+that threads load it before a reduction that precedes its use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -42,7 +42,7 @@ HELD = 20  # most accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
 FEW_HELD, FEW_INPUTS = 16, 12  # most held accesses that count as few: with computed values, and with inputs only
 LARGE = 256  # threads of a large block; a few more registers per thread already reduce the number of such blocks per multiprocessor
-HELD_ROWS = 5  # most held rows of unknown length; a row counts once per access of a vector
+HELD_ROWS = 5  # most held rows of unknown length; a row counts once per 16 bytes of a vector
 LATE_BYTES = 16 << 10  # largest sum of the bytes of rows that are held only for an early load
 EXPENSIVE = 16  # lowest cost per element of an expensive value, in additions
 

@@ -48,7 +48,7 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Fiber:
-    """Size and stride of a dim without a loop. An op accesses the dim at data-dependent indices, or needs all its elements at once."""
+    """Size and stride of a dim without a loop. An op accesses the dim at data-dependent indices, or needs all elements along it at once."""
 
     size: Size
     stride: Size
@@ -76,9 +76,8 @@ class Walk:
 class Loops:
     """Loops over the kept dims of a kernel and, inside of them, loop nests over the reduced dims.
 
-    An access is an input, a result in memory (see `stored`), or an index. `index_at` names the access of an index. The access of an iota or
-    argmax has the name of its op. The offset of an access is the sum of all loop indices times their strides. OUTERMOST stands for the size
-    `outer`.
+    An access is an input, a result in memory (see `stored`), or an index (see `index_at`). The access of an iota or argmax has the name of
+    the op's result. The offset of an access is the sum of all loop indices times their strides. OUTERMOST stands for the size `outer`.
     """
 
     kernel: ir.Kernel
@@ -187,7 +186,7 @@ class Loops:
         return dim.strides[self.accesses.index(access)]
 
     def own(self, size: Size) -> Size:
-        """Replaces the outermost size by OUTERMOST in its multiples. Returns other sizes unchanged."""
+        """Writes a multiple of the outermost size as a multiple of OUTERMOST. Returns other sizes unchanged."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 
@@ -196,8 +195,8 @@ class Loops:
         return tuple(self.stride(access, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that the vector width must divide: the vectorised dim, the bounds of a concat's operands along this dim, and strides of
-        other dims and of fibers."""
+        """Sizes that the vector width must divide: the vectorised dim, the bounds of operands of concats and pads along this dim, and
+        strides of other dims and of fibers."""
         packed = [access for access in self.memory if access in self.packed]
         rows = [self.stride(access, dim) for dim in self.dims if dim != self.along for access in packed]
         jumps = [fiber.stride for access, fiber in self.fibers.items() if access in self.packed]
@@ -213,7 +212,7 @@ class Loops:
         return [i for i, dim in enumerate(self.kept) if any(self.stride(access, dim) != ZERO for access in scattered)]
 
     def moves_inside(self, op: Op) -> bool:
-        """True if an op gathers from different positions in different iterations of the innermost loop."""
+        """True if an op gathers from different positions in different iterations of the innermost loop, or under a condition."""
         labels = self.space.indices[op.result.name]
         # An operand of a concat or pad is read only under a condition.
         if any(name in self.space.parts for name in (op.result.name, *op.tensors[1:])):
@@ -297,5 +296,5 @@ def gathers_in_order(op: Op) -> bool:
 
 
 def index_at(op: Op, dim: int) -> str:
-    """Name of the access of an index that selects the element that an op reads."""
+    """Name of the access of the result's index in a dim. An op reads the element that this index selects."""
     return f"{op.result.name} {dim}"

@@ -1,4 +1,4 @@
-"""Replaces an outermost size such as `4*B` by a parameter. Kernels over `4*B` and over `B` rows then become equal.
+"""Replaces an outermost size such as `4*B` by a parameter. Kernels over `4*B` and over `8*B` rows then become equal.
 
     keep i in 4*B, j in N
     %x: f32 at i * N + j
@@ -9,7 +9,7 @@ becomes
     outermost = 4*B
     %x: f32 at i * N + j
 
-An inner size must not share a symbol with the outermost size. Otherwise a stride would have two forms.
+An inner size must not share a symbol with the outermost size. Otherwise a stride could be written with `outermost` or with the symbol.
 """
 
 from dataclasses import replace

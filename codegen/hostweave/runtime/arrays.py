@@ -211,7 +211,7 @@ class _Jax(NumpyLibrary):
 
 
 class _AnyDLPack(NumpyLibrary):
-    """Arrays in host memory of other libraries with DLPack."""
+    """Arrays of other libraries with DLPack, in host memory."""
 
     gives_copies: bool = True  # the library may copy
 

@@ -251,8 +251,8 @@ class Arguments:
         return global_shapes
 
     def global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape | None], what: str = "sizes=") -> tuple[Shape, ...]:
-        """Shapes of the global inputs, from global sizes and local shapes. A local shape is None if there is no array yet. Sharded dims are
-        assumed to be even if there are no sizes, or if a shape is None."""
+        """Shapes of the global inputs, from global sizes and local shapes. A local shape is None if there is no array yet. Dims are assumed
+        to be split evenly if there are no sizes, or if a shape is None."""
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.arguments, shapes, strict=True) if s is not None and self.holds(p)]
         infers = not sizes or None in shapes  # a call that passes sizes must pass the sizes of all sharded dims
         for parameter, shape in pairs:

@@ -59,7 +59,7 @@ class FallibleGroup:
 
     @property
     def failure(self) -> str | None:
-        """Reason why the group cannot be used: its failure, or "closed". None if it can."""
+        """Reason why the group cannot be used: its failure, or "closed". None if the group can be used."""
         return self._failure or ("closed" if self.closed else None)
 
     def expect_working(self) -> None:
@@ -78,7 +78,7 @@ class FallibleGroup:
             raise
 
     def _known_failure(self) -> str | None:
-        """Reason why the group has failed, as reported by a rank or because the store does not answer, or None."""
+        """Reason why the group has failed: the report of a rank, or an error of the store. Otherwise None."""
         failure = self.coordinator.failure
         try:
             return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.coordinator, StoreCoordinator) else failure()

@@ -17,8 +17,8 @@ class CommonGraphs:
 
     The communication library of these transports requires that all ranks capture a communication, or none. But a rank knows only whether
     its own arrays repeat. So all ranks vote before calls 3, 5, 9, 17 and so on, at most 4096 calls apart. A rank votes for graphs if nearly
-    all of its calls since the last vote had arrays of earlier calls. If all ranks vote for graphs, calls run as graphs until the next vote,
-    and a call with new arrays is captured. Otherwise calls run without graphs.
+    all of its calls since the last vote had arrays of earlier calls. If all ranks vote for graphs and can capture, calls run as graphs
+    until the next vote, and a call with new arrays is captured. Otherwise calls run without graphs.
     """
 
     def __init__(self) -> None:

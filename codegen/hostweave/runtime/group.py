@@ -126,7 +126,7 @@ class Group(FallibleGroup):
     """Ranks that call programs together. Each rank has its own object of this class, which `hw.init` returns.
 
     `rank` is the index of this rank, `count` the number of ranks, and `local_rank` the index of this rank among the ranks on its host. If
-    the hosts are unknown, `local_rank` is `rank`. A group that has failed cannot be used again.
+    the hosts are unknown, `local_rank` is `rank`. A split keeps `local_rank`. A group that has failed cannot be used again.
 
     Example: `torch.cuda.set_device(hw.init().local_rank)`.
     """
@@ -316,7 +316,7 @@ class Group(FallibleGroup):
         return signatures
 
     def same_on_host(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
-        """Returns True if all ranks pass the same value, and None if the ranks have no shared memory. Collective.
+        """True if all ranks pass the same value, False if they do not, and None if the ranks have no shared memory. Collective.
 
         Calls `announce` if a rank does not arrive at once. If the group fails, or a rank does not arrive within `call_timeout`, the message
         ends with `waits_for`.

@@ -204,8 +204,8 @@ class LocalProgram:
         self._ready_for = call.global_shapes()
 
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
-        """Allocates memory for prepared calls, and copies arrays from the GPUs of other ranks. Returns a function for the rank's thread,
-        which passes the staged calls to `work`."""
+        """Allocates memory for prepared calls, and copies arrays from the GPUs of other ranks. Returns a function that passes the staged
+        calls to `work`, and that the rank's thread must call."""
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
         staged.prepare([call.memory_blocks(self._group.rank) for call in calls])
@@ -396,8 +396,8 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Context in which plans are made. In groups of processes, all ranks use the algorithms that one rank has measured. If only the
-        arrays of this rank have changed, the ranks exchange nothing, because plans for known sizes measure nothing new."""
+        """Context in which plans are made. In groups of processes, all ranks use the algorithms that one rank has measured. If no sizes are
+        new, ranks need not share algorithms, because plans for known sizes measure nothing new."""
         gather = partial(self._gather, "tune", waits_for="", timeout=self._group.timeout)
         alone = not self._shares_algorithms or self._group.count == 1 or self._group.in_process
         if self._measured and not alone:

@@ -226,7 +226,7 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Makes the server set this value, unless it is set already, if this process ends without `close`."""
+        """Makes the server set this value if this process ends without `close`, and the key has no value then."""
         if self._will_connection is None:
             self._will_connection = self._connect(self.address, self.answer_timeout)
         _send_and_receive(self._will_connection, _WILL, key, value, 0, self.answer_timeout)

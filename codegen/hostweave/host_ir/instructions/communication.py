@@ -7,7 +7,7 @@ from hostweave.host_ir.expr import Expr
 from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, Update, Write, Writes
 from hostweave.types.blocks import Cuts, Route
 
-EXCHANGE_RANKS = 8  # most ranks whose kernels exchange terms: hw::kExchangeRanks
+EXCHANGE_RANKS = 8  # most ranks of an exchange: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
 EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce inside a kernel, in bytes: hw::kExchangeBytes
 BLOCK_BYTES = 8 << 20  # largest total size of the blocks of a collective inside a kernel, in bytes: hw::kBlockBytes
@@ -17,8 +17,8 @@ Sources = tuple[int | None, ...]  # for each rank of a process group, the index 
 
 
 class Communication(Instruction):
-    """Moves data or signals between the ranks of a process group. Sends the buffers that the instruction reads, and receives the buffers
-    that it writes, unless it is a LaunchExchange or one-sided."""
+    """Moves data or signals between the ranks of a process group. Except in a LaunchExchange and in one-sided instructions, the buffers
+    that an instruction reads are sent, and the buffers that it writes are received."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer with one block per rank, if the other buffer has one block

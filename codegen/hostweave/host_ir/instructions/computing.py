@@ -22,8 +22,8 @@ class Compute(Instruction):
     work = "compute"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        """NumPy reference: returns the written values for the values that a rank reads. Floats of at most 16 bits come as f32. Launches
-        have no reference."""
+        """NumPy reference: returns the written values for the values that a rank reads. Floats of at most 16 bits are passed as f32.
+        Launches have no reference."""
         raise NotImplementedError
 
 
@@ -48,7 +48,7 @@ class Matmul(Compute):
     bias: Reads = ()
     activation: str = ""
     scales: Reads = ()
-    rest: tuple[int, ...] = ()  # terms, rows and columns that other matmuls compute, so that this one is aligned
+    rest: tuple[int, ...] = ()  # numbers of terms, rows and columns that other matmuls compute, so that this matmul is aligned
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
         " rest {rest} -> %{dst}"
@@ -222,7 +222,7 @@ class AttentionBackward(_Masked):
 class Launch(Compute):
     """Launches a generated kernel or a user kernel. Buffers of a user kernel must be contiguous.
 
-    If `sent_on` names a channel, a launch_reduce_scatter of the only result follows on this channel. If ranks have peer access, the kernel
+    If `sent_on` names a channel, a launch_reduce_scatter of the only result follows on this channel. With peer access, such a launch
     stores each block in the memory of the rank that receives the block.
     """
 

@@ -1,5 +1,5 @@
-"""Instructions of inlined calls, for the check: views of arguments with their contents before and after a call. Parser and emitter do not
-support them."""
+"""Instructions of inlined calls, for the check: views of arguments before and after a call, and the end of a call. Parser and emitter do
+not support these instructions."""
 
 from dataclasses import dataclass
 

@@ -7,8 +7,8 @@ from hostweave.host_ir.instructions.communication import Communication
 from hostweave.host_ir.tree import Guarded, Read, RemoteRead, RemoteWrite, Write
 
 SIGNAL_COUNTERS = 64  # counters per peer, numbered from 0
-# States of a buffer that a signal can announce. `free` and `ready`: the receiver of the signal may write, or read, the sender's buffer.
-# `read` and `written`: the sender of the signal has read, or written, the receiver's buffer.
+# States of a buffer that a signal can announce. `free`: the receiver of the signal may write the sender's buffer. `ready`: the receiver may
+# read the sender's buffer. `read`: the sender has read the receiver's buffer. `written`: the sender has written the receiver's buffer.
 SIGNAL_STATES = ("free", "ready", "read", "written")
 
 
@@ -72,7 +72,7 @@ class Signal(Signalled):
 
 @dataclass(frozen=True)
 class WaitSignal(Signalled):
-    """Makes the current stream wait for the peer's next signal with this number, which says that the buffer is in a state."""
+    """Makes the current stream wait for the peer's next signal with this number. The signal announces `state`."""
 
     signal: int
     peer: Expr

@@ -155,7 +155,7 @@ class Checker:
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: tree.Body, scope: Scope) -> None:
-        """Checks a nested body. Its names are not visible after it."""
+        """Checks a nested body. Names of the body are not visible after the body."""
         outside, current = len(self.types), self.current
         indices = set(self.indices)
         self.body(body, scope)
@@ -217,7 +217,8 @@ class Checker:
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name only its ranks")
 
     def channel(self, i: ir.Communication) -> ir.Channel:
-        """Channel of a communication. Checks that the transport supports it, and that all executing ranks are in the channel."""
+        """Channel of a communication. Checks that its transport supports the communication, and that all executing ranks are in the
+        channel."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
         if channel is None:
             known = ", ".join(channel.name for channel in self.program.channels) or "none"
@@ -310,7 +311,7 @@ class Checker:
         of_parts = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
         dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
-            if axis not in of_parts:  # Only axes of the program's mesh remain.
+            if axis not in of_parts:  # Other axes must be axes of the program's mesh.
                 self.axis(axis)
         for dim in dims:
             if unknown := self.unknown(dim.size):

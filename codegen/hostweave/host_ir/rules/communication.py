@@ -24,7 +24,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
 
 
 def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
-    """Channel of a communication. Checks that all ranks of the channel execute a collective."""
+    """Channel of a communication. For a collective, checks that all ranks of the channel execute it."""
     channel = c.channel(i)
     if i.posts == "collective":
         if scope.condition is not None:
