@@ -168,8 +168,8 @@ def test_32_layers_of_llama() -> None:
 
 
 def test_programs_do_not_grow_with_the_number_of_layers() -> None:
-    """Both IRs have as many lines for 128 layers as for 8 layers. Lowering and checking 128 layers takes less than 1.5 times as many Python
-    calls."""
+    """Both IRs have as many lines for 128 layers as for 8 layers. Lowering and checking 128 layers takes less than 1.5 times the Python
+    calls of 8 layers."""
     module = load_file(EXAMPLES / "llama.py")
     lines, calls = [], []
     for count in (8, 128):

@@ -161,7 +161,7 @@ host @orders(%x: f32[2@x, N]) -> (%y: f32[2@x, N], %z: f32[2, N]) mesh(x=2) {
 
 
 def test_collectives_in_another_order_on_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host IR cannot express different orders on different ranks, so the test edits the C++."""
+    """The host IR cannot express different orders of collectives on different ranks, so the test edits the C++."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     hw.compile(host_text.parse(EXAMPLE)).build()
     source = tmp_path / "orders" / "program.cpp"

@@ -220,8 +220,8 @@ def test_views_of_donated_inputs_of_loops(ranks: int) -> None:
 
 
 def test_views_on_several_meshes() -> None:
-    """The donated inputs c and d are on two meshes, which share rank 1. c, and the donated argument x of a block, are also resharded to the
-    mesh of d."""
+    """The donated inputs c and d are on two meshes, which share rank 1. c is also resharded to the mesh of d, and so is the donated
+    argument of a block."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1], z=2), mesh.ranks([1, 2, 3], z=3)
 

@@ -128,7 +128,7 @@ def test_a_tensor_is_updated_by_itself(ranks: int, donate: dict[str, int]) -> No
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_sequence_has_a_separate_position(ranks: int) -> None:
-    """The dim of positions or the batch is sharded. Only new elements are written to the caches."""
+    """One cache is sharded along the positions, and one along the batch. Only new elements are written to the caches."""
     B, S = 2 * ranks, 7
 
     @hw.fusion(

@@ -96,7 +96,7 @@ def test_a_named_uneven_size_is_moved_by_remote_reads() -> None:
 
 @pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])
 def test_no_stage_waits_for_a_later_communication(is_1f1b: bool) -> None:
-    """Stages of one rank each execute forward and backward passes of micro-batches, for both schedules."""
+    """Each stage has one rank, and executes forward and backward passes of micro-batches."""
     count, batches = 3, 4
     mesh = hw.Mesh(x=count)
     stages = [mesh.ranks([rank]) for rank in range(count)]

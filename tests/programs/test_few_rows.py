@@ -1,4 +1,4 @@
-"""Matmuls of one operand with at most 8 rows, fused with their consumer into one kernel. Results are compared with NumPy."""
+"""Matmuls with a common first operand of at most 8 rows, fused with their consumer into one kernel. Results are compared with NumPy."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def gated(t: DType, ranks: int = 1) -> Fusion:
     z=hw.f32[2, "T", 24], v=hw.f32[24, 130], w=hw.f32[24, 130], one=hw.f32[1, 24],
 )  # fmt: skip
 def layouts(x, a, b, c, bias, r, z, v, w, one):  # type: ignore[no-untyped-def]
-    """Transposed weights with sizes that no thread block divides, three matmuls of one operand, rows in two dims, and one row of any
-    size."""
+    """Transposed weights whose sizes are not multiples of a thread block, three matmuls with a common operand, rows in two dims, and a
+    single row."""
     three = hw.relu(hw.matmul(x, a.T)) * (hw.matmul(x, b.T) + bias) - hw.matmul(x, c.T)
     return three + r, hw.maximum(hw.matmul(z, v), 2) * hw.matmul(z, w), hw.maximum(hw.matmul(one, v), hw.matmul(one, w))
 

@@ -132,7 +132,7 @@ def test_every_instruction_is_needed_for_an_asynchronous_gather(alternative: str
 
 @pytest.mark.parametrize("alternative", ["put(3)", "get(3)", "all_gather(3)"])
 def test_every_instruction_is_needed_for_products_by_shards(alternative: str) -> None:
-    """Only the first matmul uses the local shard. All other matmuls must wait for arriving shards."""
+    """Only the first iteration of the loop uses the local shard. All other iterations must wait for arriving shards."""
     transport = "two_sided" if alternative == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, choices={"@weights %whole": alternative}, transport=transport)
     host = lower(weights(alternative == "get(3)", hw.f32["K", "K@dp"]), options)

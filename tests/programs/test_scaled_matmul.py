@@ -29,8 +29,8 @@ NUMPY = {hw.f8e4m3: ml_dtypes.float8_e4m3fn, hw.f8e5m2: ml_dtypes.float8_e5m2}
 KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
 M, K, N = 24, 3072, 256
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # Programs for 2, 3 and 8 ranks have every kind of iteration.
-TWO = pytest.param(2, marks=pytest.mark.slow)  # Other tests gather quantised rows in the same loops.
-OTHERS = [("row", 24), ("block", "M")]  # Scales and numbers of rows that only -m slow tests.
+TWO = pytest.param(2, marks=pytest.mark.slow)  # test_quantised_rows_are_sent_with_their_scales has 2 ranks.
+OTHERS = [("row", 24), ("block", "M")]  # (kind of scales, number of rows) that are tested only with `-m slow`
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 
 
@@ -59,7 +59,7 @@ def exact(given: dict[str, Array]) -> Array:
 
 
 def near(y: Array, want: Array, dtype: hw.DType = hw.f32, terms: int = 1) -> None:
-    """Compares `y` with `want`, relative to the largest value. The tolerance is `terms` roundings of `dtype`."""
+    """Compares `y` with `want`, relative to the largest value. The tolerance is `terms` roundings of `dtype`, or twice as much for f32."""
     unit = {hw.f32: 2.0**-23, hw.bf16: 2.0**-8, hw.f16: 2.0**-11}[dtype]
     assert y.shape == want.shape
     np.testing.assert_array_less(np.abs(y.astype(np.float64) - want), terms * unit * (np.abs(want).max() + 1e-30))
@@ -101,7 +101,7 @@ def product(
 
 
 def given_to(splits: str, **given: dict[str, Array]) -> dict[str, Array]:
-    """Arguments of `product`, from arrays by the kind of their scales. Each dim in `splits` gets the same arrays."""
+    """Arguments of a fusion made by `product`, from arrays by the kind of their scales. Each dim in `splits` gets the same arrays."""
     return {f"{name}_{kind}_{split}": array for kind, of in given.items() for split in splits for name, array in of.items()}
 
 
@@ -240,7 +240,7 @@ def test_the_compiler_chooses_a_loop() -> None:
 @pytest.mark.parametrize("kind", ["vectors", "blocks"])
 @pytest.mark.parametrize("algorithm", ["", "ring", "put"])
 def test_numbers_of_rows_that_need_padding(algorithm: str, kind: str) -> None:
-    """cuBLASLt requires padding for scales per block if the number of rows is not a multiple of 4."""
+    """With scales [M, K/128], more than 16 rows are padded to a multiple of 4, as cuBLASLt requires."""
     of_a, of_b = scales_of(kind, M, K, N)
 
     @hw.fusion(

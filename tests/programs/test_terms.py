@@ -89,7 +89,7 @@ def reduced(dtype: DType = hw.bf16, ranks: int = 2, rows: int | str = 4, width: 
 
 
 def test_all_reduces_by_nccl() -> None:
-    """NCCL all-reduces sums with two unknown sizes, large sums, i32, and sums over 16 ranks. It also computes all sums with transports
+    """NCCL reduces sums with two unknown sizes, large sums, sums of i32, and sums over 16 ranks. NCCL reduces all sums with transports
     two_sided and one_sided, and without peer access."""
     assert launches(lowered(reduced()))
     assert launches(lowered(reduced(ranks=8, rows="T")))

@@ -1,4 +1,4 @@
-"""Transformer layers, forward and backward: results on every rank, compared with NumPy in float64, and communication."""
+"""Transformer layers, forward and backward: communication, and results on every rank, compared with NumPy in float64."""
 
 from __future__ import annotations
 
