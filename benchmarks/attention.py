@@ -2,7 +2,7 @@
 
 Cases of Llama 3 8B have 32 heads of queries and 8 heads of keys. Cases of Llama 3 70B at TP 8 have 8 heads of queries and one head of keys
 per rank. Other cases shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has one piece of each half of the
-sequence, so both GPUs have equal work. The outermost dim of all operands is the sequence. Times are medians of alternating measurements,
+sequence, so both GPUs have equal work. The outermost dim of q, k and v is the sequence. Times are medians of alternating measurements,
 without host time.
 """
 

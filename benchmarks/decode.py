@@ -3,9 +3,9 @@
 Each of 16 tensor-parallel blocks computes x + swiglu(rms_norm(x)). On several GPUs a block has one all_reduce. Shapes are those of Llama 3:
 8B on one GPU, and 70B at TP 8 on all GPUs of this machine. Data is random, in bf16. One process per GPU runs all variants alternately on
 the same arrays. Printed times are milliseconds per call of the slowest rank, as medians over series of calls. All ranks start a series
-together. One variant of Hostweave measures the algorithms of cuBLASLt and uses the fastest, as torch.compile does. A lower bound is the
-time of a copy whose reads and writes together have as many bytes as the weights. `decode.py 70B` runs one case, and `decode.py 70B 128`
-runs one number of tokens.
+together. One variant of Hostweave measures the algorithms of cuBLASLt and uses the fastest, as torch.compile with max-autotune does. A
+lower bound is the time of a copy whose reads and writes together have as many bytes as the weights. `decode.py 70B` runs one case, and
+`decode.py 70B 128` runs one number of tokens.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
     model, tuned_model = (program.bind(**weights) for program in programs)
     blocks = [tuple(weights[f"{name}_{i}"] for name in ("n", "wg", "wu", "wd")) for i in range(BLOCKS)]
     tuned_block = torch.compile(_torch_block, dynamic=False, mode="max-autotune-no-cudagraphs")
-    # Reads and writes have equal bytes.
     read, written = torch.empty(2, sum(w.nbytes for w in weights.values()) // 2, dtype=torch.uint8, device="cuda")
     eager, tuned = (partial(_torch_decode, block, blocks=blocks) for block in (_torch_block, tuned_block))
     for tokens in all_tokens:

@@ -114,7 +114,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _async_tp() -> Callable[..., Any]:
-    """Sequence-parallel MLP whose collectives overlap with the matmuls. torch.compile decomposes them."""
+    """Sequence-parallel MLP. torch.compile splits the collectives and the matmuls into chunks that overlap."""
     import torch
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor

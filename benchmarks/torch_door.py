@@ -1,10 +1,10 @@
 """Compares `hostweave.torch.compile` with PyTorch: parallelize_module or fully_shard, and torch.compile.
 
 The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, except in `compile`. The input has 4096 tokens. Except in `fsdp`,
-the module is sequence-parallel over all GPUs of this machine. torch.compile is applied to each layer, as in training frameworks. `forward`,
-`backward` and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16. One process per GPU runs all variants
-alternately. Times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together. Arguments select the
-measurements; default: all.
+the module is sequence-parallel over all GPUs of this machine. Except in `compile`, torch.compile is applied to each layer, as in training
+frameworks. `forward`, `backward` and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16. One process per
+GPU runs all variants alternately. Times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together.
+Arguments select the measurements; default: all.
 
 - `forward`: the forward pass;
 - `backward`: forward and backward pass, with gradients of parameters and input;

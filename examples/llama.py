@@ -22,7 +22,7 @@ OPTIONS = hw.Options(sizes={"B": 1})
 
 
 def layer_weights(c):
-    """Types of a layer's weights by their names in the checkpoint. An example is `model.layers.0.self_attn.q_proj.weight`. A matrix is
+    """Types of a layer's weights by name. `self_attn.q_proj` is `model.layers.0.self_attn.q_proj.weight` in the checkpoint. A matrix is
     [out, in]."""
     E, F, dtype = c.hidden_size, f"{c.intermediate_size}@tp", c.dtype
     heads, groups = (f"{count * c.head_dim}@tp" for count in (c.num_attention_heads, c.num_key_value_heads))
@@ -109,7 +109,7 @@ def sampled(logits, temperature, top_p, seed, draw):
 
 
 def program(c, tp, decode=False, is_sampled=False):
-    """The program `prefill` or `decode`. Both programs return the next token of each sequence, its logits, and the cache. `decode` also
+    """The program `prefill` or `decode`. Both programs return the next token and the logits of each sequence, and the cache. `decode` also
     returns the next `position`.
 
     The input `position` of `prefill` is the number of tokens of each prompt, without padding. The input `position` of `decode` is the

@@ -89,7 +89,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
 
 
 def checked(fusion: Fusion, options: Options) -> HostProgram | None:
-    """Lowers the fusion and runs the check. Returns None if the fusion is refused."""
+    """Lowers the fusion and runs the check. Returns None if the fusion is refused, or if no sizes fit."""
     assert Fusion.parse(str(fusion)) == fusion
     try:
         host = lower(fusion, options)

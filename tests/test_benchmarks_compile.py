@@ -129,7 +129,7 @@ def test_programs_are_emitted(name: str) -> None:
 
 def test_every_benchmark_is_here() -> None:
     """PROGRAMS has all benchmarks that call `hw.compile` and need GPUs, except `predictions`, which runs programs of other benchmarks.
-    Programs of benchmarks of PyTorch modules need PyTorch and take minutes, so these benchmarks are not in PROGRAMS."""
+    Benchmarks that compile PyTorch modules are not in PROGRAMS, because they need PyTorch and take minutes."""
     compile_fusions = {path.stem for path in BENCHMARKS.glob("*.py") if re.search(r"\bhw\.compile\(", path.read_text())}
     assert compile_fusions - ON_CPUS - {"predictions"} == {*PROGRAMS}
 

@@ -87,7 +87,7 @@ def test_the_gallery_shows_compiled_examples() -> None:
 
 @pytest.mark.extra("torch")
 def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
-    """Runs only this block. Other blocks of the page need a model and GPUs."""
+    """Runs only one block of the page. The other blocks need a model and GPUs."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     text = (ROOT / "docs" / "pytorch.md").read_text()
     (block,) = re.findall(r"```python\n(import torch.nn.functional as F.*?)```", text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""benchmarks/figures.py runs all benchmarks that docs/figures.md names, and finds figures in their output."""
+"""benchmarks/figures.py runs the benchmarks that docs/figures.md names, except `comm`, and finds figures in their output."""
 
 from __future__ import annotations
 
