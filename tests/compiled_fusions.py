@@ -93,8 +93,7 @@ def inferred_results(fusion: Fusion) -> tuple[Value, ...]:
 
 
 def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> dict[str, int]:
-    """Returns a value for every named size: `times` times the smallest size that chunks and shards divide evenly. Adds `more` to sizes that
-    may be uneven."""
+    """Returns a value for every named size: `times` times the minimal size of the check. Adds `more` to sizes that may be uneven."""
     host = lowered(program) if isinstance(program, Fusion) else program
     return {name: max(1, size * times + (more if name in host.uneven else 0)) for name, size in minimal_sizes(host).items()}
 

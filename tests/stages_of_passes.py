@@ -19,7 +19,7 @@ def before_and_after(apply: Callable[..., Any], fusion: Fusion, options: Options
 
 
 def changes(apply: Callable[..., Any], fusion: Fusion, options: Options | None = None) -> str:
-    """Lines that a pass removes, after "- ", and lines that it adds, after "+ ", without indentation. Empty if the pass changes nothing."""
+    """Diff of the program, without indentation. A removed line begins with "- ", and an added line with "+ ". Empty if nothing changes."""
     before, after = ([line.strip() for line in str(stage).splitlines()] for stage in before_and_after(apply, fusion, options))
     found = list(unified_diff(before, after, n=0, lineterm=""))[2:]
     return "".join(f"{line[0]} {line[1:]}\n" for line in found if line[0] in "+-")

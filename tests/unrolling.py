@@ -71,7 +71,7 @@ class _Unrolling:
         order = range(depth)[:: -1 if op[BACKWARD] else 1]
         taken = [self.same.get(operand, operand) for operand in op.tensors[: len(function.inputs)]]
         firsts = {at: op.tensors[number] for at, number in lagged_by(op).items()}
-        whole = results + len(function.inputs)  # Outputs from this index on stack a carried value of all calls.
+        whole = results + len(function.inputs)  # From this index on, an output is a stack of one carried value over all calls.
         given: dict[int, dict[int, str]] = {index: {} for index in {*(i for i in names if i < whole), *carried.values(), 0}}
         for at in (*op[EACH], *firsts):
             yield from self.selected(op.tensors[at], depth)
