@@ -376,7 +376,7 @@ FINE = {
 
 
 def test_memory_freed_on_a_stream_stays_with_the_stream_until_the_join() -> None:
-    """Other streams can reuse the memory only after the join. So a concurrent loop need not wait for that stream."""
+    """Other streams can reuse the memory only after the join. So a concurrent loop on other streams needs no wait."""
     body = "for %i in 0..5 {\nstream ring[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
     own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"
     head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(ring[2], comm[1]) {\nfork ring\nfork comm\n"

@@ -1,4 +1,4 @@
-"""Arrays over the finite field have the results of Python integers modulo the prime. The f64 values (shadows) have the results of NumPy."""
+"""Arithmetic over the finite field has the results of Python integers modulo the prime."""
 
 from __future__ import annotations
 

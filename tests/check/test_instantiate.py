@@ -156,7 +156,7 @@ SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(
 
 
 def test_sums_of_several_sizes_that_must_divide() -> None:
-    """The sizes are the smallest for which M - 1 and N - 2 are multiples of 4. The constraint on one sum does not affect the other."""
+    """M - 1 and N - 2 must be multiples of 4. The constraint on one sum does not affect the other."""
     sizes = minimal_sizes(host_text.parse(SUMS))
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 

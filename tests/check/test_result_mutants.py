@@ -62,7 +62,7 @@ def test_mutants_of_training_programs_are_caught() -> None:
 
 
 def test_blocks_of_squares_differ_from_their_transposes() -> None:
-    """The matrix may be square, and each block may be one row or column."""
+    """The check detects a wrong order of blocks even if the matrix is square and each block is one row or column."""
     found = [verdicts_on_blocks(name) for name in ("two_axes", "reduce_scatter")]
     assert all(verdict != MISSED for verdicts in found for verdict in verdicts)
     assert CAUGHT in found[0]

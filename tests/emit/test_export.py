@@ -71,7 +71,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     build(FUSIONS["matmul_rs_flat"], folder)  # This program has sends, recvs, matmuls and a kernel.
     # A second export to the folder has not rewritten the sources of the runtime.
     assert [path.stat().st_mtime_ns for path in runtime] == built_at
-    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # Sizes are even, or uneven, or a rank has no elements.
+    for sizes in ("M=64", "K=32", "N=16"), ("K=30",), ("K=3", "N=5"):  # Shards are equal, or unequal, or empty on one rank.
         result = run(folder, "build/matmul_rs_flat", *sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
         assert len(result.stdout.splitlines()) == 5

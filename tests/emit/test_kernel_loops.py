@@ -402,7 +402,7 @@ def test_transposed_results(shape: tuple[int, int], is_known: bool, target: str)
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2000, 40), (70, 33), (2, 0), (0, 8)])
 def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
-    """Shapes are smaller than a tile, or have several tiles or several threads per row, or have no columns or rows."""
+    """Shapes are smaller than a tile, or span several tiles, or have no rows or no columns."""
 
     @hw.fusion(x=hw.f32["M", "N"])
     def columns(x):

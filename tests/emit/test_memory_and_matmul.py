@@ -1,4 +1,4 @@
-"""Copies, fills and matmuls on every kind of view, on the CPU device, compared with NumPy."""
+"""Copies, fills and matmuls on views, on the CPU device, compared with NumPy."""
 
 from __future__ import annotations
 

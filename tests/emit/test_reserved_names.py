@@ -115,7 +115,7 @@ def everything(names: Iterable[str]) -> HostProgram:
 
 
 def unusual() -> list[str]:
-    """All collected names, and some macros. Omits names that programs cannot have: reserved identifiers, and keywords of the IR."""
+    """All collected names, and some macros. Omits names that begin with an underscore, and keywords of the IR."""
     found = of_templates() | of_headers() | C_FUNCTIONS
     defined = macros(*CPU_INCLUDES) if cuda.find_cuda().missing else macros(*CPU_INCLUDES) | macros(*folders_of("cuda"))
     found |= {*sorted(name for name in defined - found if not name.startswith("_"))[::16]}  # Another test uses all macros.

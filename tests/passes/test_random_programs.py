@@ -77,7 +77,7 @@ def test_collectives_in_kernels(seeds: range) -> None:
 
 
 def overlaps_right(seed: int) -> bool:
-    """Gathers of one dim after another, and other moves. Each may be on a separate stream, and be read by the next move."""
+    """Gathers of one dim after another, and other reshards. Each may be asynchronous, and be read by the next reshard."""
     generator = Generator(seed, MESHES_OF_MOVES)
     random, axes = generator.random, [axis for axis, _ in generator.mesh.axes]
     sharded = [f"{name}@{axis}" for name, axis in zip("MNK", random.sample(axes, len(axes)), strict=False)]
@@ -187,7 +187,7 @@ def test_random_transposes_in_loops(seeds: range) -> None:
 def contracts_right(seed: int) -> bool:
     """Contractions over several dims that are sharded independently, in loops if possible.
 
-    The result of a contraction is an operand of an addition, is returned as a view, or is stacked with its double.
+    The result of a contraction is an operand of an addition, is returned unchanged, or is stacked with its double.
     """
     generator = Generator(seed)
     random = generator.random

@@ -3,7 +3,7 @@
 One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded. Some calls take the weight
 of another call. Each call may also take a cache, which may be donated. Some calls return additional results. Some values between calls are
 returned or used again. Then another block may be called once per earlier call, usually in reverse order, as in a backward pass. Each call
-of this block takes the result of its previous call, and the input or the result of an earlier call, or both.
+of this block takes the result of its previous call. Each also takes the input of an earlier call, or its result, or both.
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ def check(
     `max_elements` elements. Returns descriptions of skipped sizes, of lines that never ran, and of user kernels. Without `fusion`, returns
     ().
 
-    Raises ProgramError for the first fault on any rank.
-
-    A fault is one of these:
+    Raises ProgramError if any rank has one of these faults:
 
     - Two accesses of the same bytes, at least one of them a write, are not ordered by streams, events, signals or arriving data. Accesses
       of the caller before and after the call count. Accesses of one instruction, or of one `group`, count as unordered, unless the

@@ -4,9 +4,9 @@ operation starts.
 A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only after its senders have started. On a
 rendezvous transport, its receivers must have started too.
 
-Two orders exist. Vector clocks (Fidge 1988, Mattern 1989) give the order that finds races. A task's clock lists the earlier tasks that have
-certainly ended because of streams, events or received data. The order that finds deadlocks also has the order in which a rank posts
-communications: a device may serialise communication kernels of different streams.
+Races are found by vector clocks (Fidge 1988, Mattern 1989). A task's clock counts the earlier tasks that have certainly ended because of
+streams, events, signals or received data. Deadlocks are found with one more rule: a rank's communications of different streams run in the
+order in which the rank posts them, because a device may serialise their kernels.
 """
 
 from __future__ import annotations

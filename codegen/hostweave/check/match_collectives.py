@@ -140,7 +140,7 @@ def _blocks(shape: tuple[int, ...], along: int, ranks: int) -> tuple[int, ...]:
 def _kind(part: Operation) -> tuple[object, ...]:
     """Key of a collective. All ranks must have the same key."""
     instruction = part.instruction
-    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # The other buffer exists only on the root.
+    moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # not the buffer that only the root has
     stated = tuple(getattr(instruction, name, None) for name in ("op", "sources", "sent_along", "received_along"))
     return type(instruction), stated, part.peer, None if _may_differ(part) else moved.count, moved.dtype
 

@@ -62,8 +62,8 @@ def _byte_blocks(region: ByteRegion) -> ByteBlocks:
 class Memory:
     """One buffer of one rank, with the last accesses to each piece.
 
-    Tasks are recorded in an order that respects happens-before. Each piece has its last write, and for each stream the last read after this
-    write. A task that is ordered after these accesses is also ordered after all earlier ones.
+    Tasks are recorded in an order that respects happens-before. For each piece, these accesses are kept: the last write, and the last read
+    of each stream after this write. A task that is ordered after these accesses is also ordered after all earlier ones.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):

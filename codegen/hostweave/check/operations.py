@@ -140,6 +140,6 @@ class Instances:
 
 
 def failure(program: ir.HostProgram, message: str, instruction: tree.Instruction | None = None) -> ProgramError:
-    """Error for a fault in an execution of `program`. It has the user's line if that is known."""
+    """Error for a fault in an execution of `program`, with the user's line if that is known."""
     location = instruction.location if instruction else None
     return ProgramError(message if location else f"@{program.name}: {message}", location)

@@ -79,12 +79,12 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
     return next(fitting, count)
 
 
-STEPS_TO_TRY = (16, 256, 4096)  # values of each size that the first, second and third search try
+STEPS_TO_TRY = (16, 256, 4096)  # number of values of each size in the first, second and third search
 MAX_TRIES = 2**14  # most tries of one search
 
 
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Sizes at which all slices fit, and all sums and divisors of means are positive, or None. Tries larger and larger values."""
+    """Sizes at which all slices fit, and all sums and divisors of means are positive. None if no such sizes are found."""
     # The search omits bounds with local sizes, because they depend on the rank.
     lower_bounds = [(size, smallest) for size, smallest in _lower_bounds(program) if set(size.atoms) <= sizes.keys()]
     return next(filter(None, (_search(sizes, lower_bounds, steps) for steps in STEPS_TO_TRY)), None)
@@ -100,7 +100,7 @@ def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
 
 
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
-    """Chooses one size after another by backtracking. None if no sizes fit."""
+    """Chooses one size after another by backtracking. None if no sizes fit, or after MAX_TRIES tries."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
     # symbol -> bounds to test after its size is chosen; the other symbols of these bounds come earlier in `names`
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}

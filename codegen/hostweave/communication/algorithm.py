@@ -38,7 +38,7 @@ class Algorithm:
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
     rotation: str | None = None  # see `ChunkLoop`
     max_streams: int | None = None  # most streams on which iterations run; None: `Options.streams`
-    chunks_to_try: tuple[int, ...] = ()  # numbers of chunks per shard that the cost model tries
+    chunks_to_try: tuple[int, ...] = ()  # numbers of chunks that the cost model tries: per shard, or across shards
     chunking: ClassVar[str] = "by_shard"
 
     @property
@@ -73,13 +73,13 @@ class Lowering:
     shard, only the argument has an owner."""
 
     needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
-    # Emits the matmul of `adds`. With the argument True, the matmul adds the contents of its buffer. If a buffer is given, it gets the sum.
+    # Emits the matmul of `adds`. With the argument True, the matmul adds the contents of its buffer. A given buffer receives the result.
     multiply: Callable[[bool, str | None], None] | None = None
 
     def __init__(
         self, b: Builder, flow: Dataflow, values: Values, ops: Sequence[Op], steps: LoopSteps, in_loop: Set[str], reduction: TermReduction
     ):
-        """`ops` is one reshard, or several gathers that are sent together. `in_loop` has the names of values that the loop computes."""
+        """`ops` is one reshard, or several gathers that are sent together. `in_loop` contains names of values that the loop computes."""
         self.b, self.flow, self.values, self.ops, self.op = b, flow, values, ops, ops[0]
         self.steps, self.in_loop, self.reduction = steps, in_loop, reduction
         self.mesh, self.axes = flow.mesh_of(self.op), step_of(self.op).axes
@@ -92,8 +92,8 @@ class Lowering:
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of an iteration's block in a loop by shard. In one iteration, all ranks have different owners, so the ranks address
-        different peers."""
+        """Owner of this rank's block in an iteration of a loop by shard. The owner differs on every rank, so the ranks address different
+        peers."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 

@@ -127,7 +127,7 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps) -> str:
-    """View of an iteration's shard in the buffer of `gather_apart`. Emits a copy of the rank's own shard to this view."""
+    """View of an iteration's shard in the buffer of `gather_apart`. In the iteration of the rank's own shard, the shard is copied there."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
     own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))

@@ -39,7 +39,7 @@ def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: i
 
 
 def communication_slowdown(ranks: int) -> float:
-    """Slowdown for this number of ranks, or for the next larger number in the table. Above the table, that of the largest number."""
+    """Slowdown for this number of ranks, or for the next larger number in the table. If none is larger, for the largest number."""
     return next(slower for most, slower in COMMUNICATION_SLOWDOWN.items() if ranks <= most or most == max(COMMUNICATION_SLOWDOWN))
 
 

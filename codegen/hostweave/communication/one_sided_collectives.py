@@ -40,7 +40,7 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# Largest known size, in bytes, of an all_reduce with one round of reads. Latency dominates such an all_reduce.
+# Largest size, in bytes, at which an all_reduce with equal blocks has one round of reads. Latency dominates such an all_reduce.
 SMALL = 1 << 15
 
 

@@ -18,7 +18,7 @@ MIN_STACKED_TERMS = 8  # fewest terms that a reduction kernel reads as one stack
 
 @dataclass(frozen=True)
 class TermReduction:
-    """A reduction, such as `sum`. `emit(terms, dst)` emits the kernel that reduces terms. The last entry of `terms` may contain several
+    """A reduction, such as `sum`. `emit(terms, dst)` emits the kernel that reduces terms. The last buffer in `terms` may contain several
     terms, stacked along its outermost dim."""
 
     op: str

@@ -2,7 +2,7 @@
 
 All puts, gets, signals and waits of a rank are on one stream, in the same order as on its peers. Otherwise ranks could deadlock, because a
 CUDA graph may execute its branches one after another. In a graph, a peer may signal a rank again only after the rank has waited for the
-previous signal. A rank therefore waits for a peer's chunk before its next put.
+previous signal. A rank therefore waits for a peer's chunk before the rank puts its next chunk.
 
 Before a loop of puts, each rank signals that its memory for incoming chunks is free. Before a loop of gets, each rank signals that its
 shard is ready. Each reader signals after it has read the shard.
@@ -93,7 +93,7 @@ class PutGather(_Loop):
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
     def put(self, one: GatheredMemory, steps: LoopSteps) -> None:
-        """Emits a put of a chunk of this rank's shard to the rank that uses it in this iteration."""
+        """Emits a put of a chunk of this rank's shard to the rank that uses the chunk in this iteration."""
         own = replace(steps, owner=self.rank, suffix="own")
         peer = (self.rank - steps.distance) % self.size
         self.b.emit(ir.Put(self.source(one, own), self.landed(one, own), peer, SIGNAL, self.channel))

@@ -184,8 +184,8 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
 
 
 def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
-    """View of an iteration's chunk in `buffer`, which has the local tensor of `value`. For a slice of each of several shards, two dims
-    replace `dim`: the shards, and the slice of each."""
+    """View of an iteration's chunk in `buffer`, which contains the local tensor of `value`. If the chunk is a slice of each of several
+    shards, two dims replace `dim`: the shards, and the rows of a slice."""
     index, wanted = steps.block, f"{value.name}_{steps.suffix or steps.index.name}"
     if steps.splits(value, dim):
         buffer = builder.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{value.name}_shards")

@@ -212,7 +212,7 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """One instruction with all sends of this rank. `distance`: sends to the rank that is this many ranks ahead."""
+    """One instruction with all sends of this rank. With `distance`, the only receiver is the rank that is this many ranks ahead."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

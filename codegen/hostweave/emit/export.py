@@ -21,7 +21,7 @@ _SUMS = "SHA256SUMS"  # SHA-256 of each written file; the next export uses it to
 def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     """Renders the generated files, and returns a dict from path to text. Kernels are scheduled for `machine`.
 
-    The result has the host IR, the Python binding, and the C++ of the program and of its kernels. Equal programs and machines give the same
+    The files are the host IR, the Python binding, and the C++ of the program and of its kernels. Equal programs and machines give the same
     bytes. Raises ProgramError if the program cannot be emitted, for example because an op has no C++.
     """
     emitted = ProgramSources(program, machine=machine)

@@ -212,7 +212,8 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, access: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Loop indices in the offset of an element, each with its stride, its dim, and the start of a concat's or pad's operand there."""
+        """Loop indices in the offset of an element, each with its stride, its dim, and the start of a concat's or pad's operand in this
+        dim."""
         loops, parts = self.ir, self.ir.space.parts.get(access, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(access, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]

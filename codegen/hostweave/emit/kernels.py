@@ -83,7 +83,7 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, (*self.row.taken(), *lines))
 
     def fibers(self) -> EmittedKernel:
-        """Emits one call per fiber (1-D slice along an axis)."""
+        """Emits the call that computes one fiber."""
         op = self.ops[-1]
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockFibers()")
         group = {**by_block, BY_FIBER_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Fibers()")

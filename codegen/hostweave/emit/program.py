@@ -95,7 +95,7 @@ class ProgramSources:
         self.checks_of_outputs = checks_of([y for y in self.outputs if not y.memory], context)
         self.taken_over = checks_of([y for y in self.outputs if y.memory], context)  # outputs in donated memory
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # SizeBinding has the parts of symbolic sizes.
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # SizeBinding declares the other parts.
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)

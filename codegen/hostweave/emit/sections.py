@@ -143,8 +143,8 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
-        """C++ of a value in its compute type: an expression or a local variable. The C++ is an expression if the value has one use, in this
-        section, and the expression is short or is assigned to a variable. The first use of a local variable declares the variable."""
+        """C++ of a value in its compute type: an expression or a local variable. An expression with one use, in this section, stays an
+        expression if it is short or is assigned to a variable. Any other value becomes a local variable at its first use."""
         if self.outer and name in self.hoisted:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:

@@ -1,4 +1,4 @@
-/* The server's two programs by their C API: consumer RANK RANKS ID_FILE. */
+/* Runs the server's two programs through their C API. Usage: consumer RANK RANKS ID_FILE. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

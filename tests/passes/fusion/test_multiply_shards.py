@@ -134,7 +134,8 @@ def test_only_weights_with_one_use_are_multiplied_by_shards() -> None:
 
 
 def multiplies_right(seed: int) -> bool:
-    """True if layers with random epilogues give right results. Weights are sharded by columns, plain or transposed."""
+    """True if a gather is hidden, and layers with random epilogues give right results. Weights are sharded by columns, plain or
+    transposed."""
     generator = Generator(seed)
     random, mesh = generator.random, hw.Mesh(x=generator.random.choice([2, 3, 4]))
     generator.mesh, generator.sizes = mesh, {"M": random.choice([1, 2]) * mesh.size, "N": 6 * mesh.size}

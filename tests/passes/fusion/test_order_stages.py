@@ -49,8 +49,8 @@ def pipeline(stages: int, batches: int, order: str, ranks: int = 1) -> hw.Fusion
 
 
 def units(program: ir.HostProgram) -> float:
-    """Simulated time. A matmul takes one unit, and other ops take no time. A rank runs one op at a time. A transfer occupies both ranks at
-    the same time."""
+    """Simulated time. A matmul takes one unit, and other ops take no time. A rank runs one op at a time. A transfer waits for both
+    ranks."""
     instances = instantiate(program, {"M": 2, "N": 3})
     partners: dict[int, set[int]] = {}
     for meeting in match_communications(instances):

@@ -202,7 +202,7 @@ def test_times() -> None:
 
 
 def test_a_gather_that_overlaps_with_nothing() -> None:
-    """The gather uses copy engines if they are faster than NCCL, and another communication of the program uses copy engines."""
+    """Two conditions must hold for the use of copy engines: they are faster than NCCL, and another communication also uses them."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)
@@ -318,7 +318,7 @@ def test_a_gradient_that_only_an_update_needs_moves_down() -> None:
 
 
 def test_a_collective_on_other_ranks_is_not_in_a_kernel() -> None:
-    """The axis z belongs to the mesh of some ranks, not to the program's mesh."""
+    """The axis z belongs to another mesh than the program's."""
     other = "on mesh(z=3 of ranks 2, 1, 0)"
     text = f"""fusion @f(%x: f64[5@x, 5, 5], %c: f64[2, 5] {other}, %d: f64[2@x, 5], %v: f64[2, 5]) mesh(x=3) {{
       %part: f64[2, 5@z] {other} pinned = reshard(%v)

@@ -1,4 +1,4 @@
-"""Arithmetic of fusions and host programs on arrays with one sample per independent random input. User kernels are random functions."""
+"""Arithmetic of fusions and host programs on arrays with samples (see samples.py). User kernels are random functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-RANDOM_EXP, MULTIPLICATIVE_EXP = ON_SAMPLES, DUAL  # exp: any random function, or one with exp(a + b) = exp(a) exp(b)
+RANDOM_EXP, MULTIPLICATIVE_EXP = ON_SAMPLES, DUAL  # exp: a random function, or one with exp(a + b) = exp(a) exp(b)
 
 
 def cast_in_samples(x: Any, dtype: DType, functions: Functions) -> Samples:

@@ -16,12 +16,12 @@ from hostweave.check.results.field import P
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.samples import Part, Real, Samples, zeros_are_exact
 
-TOLERANCE = 1e-6  # largest difference of two shadows, relative to 1 + the size of a shadow
+TOLERANCE = 1e-6  # largest difference of the shadows of equal floats, relative to 1 + the magnitude of a shadow
 
 
 class Dual(Real):
-    """A float with five parts: shadow, a, b, c and d. For a logarithm, or a sum that contains one, c + d e is its exp. For other floats, c
-    is 0."""
+    """A float with five parts: shadow, a, b, c and d. If the float is a logarithm, or a sum with a logarithm, its exp is c + d e. Otherwise
+    c is 0."""
 
     __slots__ = ()
     count: ClassVar[int] = 5

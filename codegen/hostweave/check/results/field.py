@@ -21,7 +21,7 @@ _FEW_TERMS = 16  # most terms per sum for which NumPy's loops are faster than BL
 _SMALL = 2**14  # most multiplications for which NumPy's loops are faster, with up to _SUMMED terms per sum
 _LONG = 64  # least length of a contiguous dim for which the loops of einsum are faster than those of matmul
 _MANY = 1000
-_FEW = 20  # most elements for which Python's `pow` is faster than 34 products of arrays
+_FEW = 20  # most elements for which `inverse` is faster with Python's `pow` than with products of arrays
 _EXPONENTS = 1200  # exceeds the magnitude of every exponent of f64
 
 
@@ -44,7 +44,7 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
-# When glibc frees an array of this size, it starts to keep the memory of later arrays. New pages would take longer than the arithmetic.
+# After glibc has freed an array of this size, it reuses the memory of freed arrays. New pages would take longer than the arithmetic.
 np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()
@@ -115,7 +115,7 @@ def matmul(x: Elements, y: Elements) -> Elements:
         return reduced(np.einsum("...ik,...kj->...ij", x, y) if is_long else np.matmul(x, y))
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
-    for start in range(0, inner, _SUMMED):  # Sums of so many products of a half and an element are exact in f64.
+    for start in range(0, inner, _SUMMED):  # Sums of _SUMMED products of a half and an element are exact in f64.
         part = slice(start, start + _SUMMED)
         high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
         _reduce_whole(high)

@@ -29,7 +29,7 @@ from hostweave.check.results.samples import (
     widest_real,
 )
 
-# NumPy function that a random function of the field replaces -> map of any operand into its domain
+# NumPy function that a random function of the field replaces -> map of any shadow into the domain of the NumPy function
 _ANY_DOMAIN = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANY_DOMAIN, lambda x: x),

@@ -87,8 +87,8 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Yields name, role and bound of each value that an op uses as positions, starts, lengths, offsets or ends, or reduces by xor. Yields
-    the operand instead of a value that only moves elements of its operand."""
+    """Yields name, role and bound of each value that an op uses as positions, starts, lengths, offsets or ends, or reduces by xor. If the
+    value is another tensor after moves and casts, yields the name of that tensor."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

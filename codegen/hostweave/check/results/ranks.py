@@ -1,7 +1,7 @@
 """Runs a host program on all ranks in one process, for all random inputs at once. Arrays have one sample per rank and seed (samples.py).
 
-The next rank is the ready rank that has executed the fewest operations. Ranks at the same instruction with equal layouts execute the
-instruction together, unless it communicates.
+The next rank is the ready rank that has executed the fewest operations. Ranks at one instruction compute it together if their layouts,
+sizes and numbers of executed operations are equal.
 """
 
 from __future__ import annotations
