@@ -1,6 +1,6 @@
 """One rank of models of transformers, and of a module of DTensors. torchrun starts this script. The rank uses a GPU if there is one.
 
-For each model, the process prints a line if the results equal torch's results on one device.
+For each model, rank 0 prints a line if the results equal torch's results on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/model_process.py llama gpt2 dtensors
 """

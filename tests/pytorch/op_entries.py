@@ -98,7 +98,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
         IndexError,
         StopIteration,
         TypeError,
-    ):  # This build of torch lacks a feature.
+    ):  # This build of torch lacks a feature, or the entry has no samples.
         return None
 
 

@@ -71,7 +71,7 @@ def test_gradients_of_layers(case: Callable[[Stack], None], ranks: int, monkeypa
         case(module)
     plan = {"up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
     compiled = hostweave.torch.compile(ours, hw.Mesh(tp=ranks), plan, (X,), training=True)
-    assert sum(name.startswith("relu") for name in traced) == 2 * CASES[case]  # AOTAutograd traces twice.
+    assert sum(name.startswith("relu") for name in traced) == 2 * CASES[case]  # AOTAutograd calls the traced function twice.
     compiled(X).backward()
     want(X).backward()
     for (name, one), other in zip(ours.named_parameters(), want.parameters(), strict=True):

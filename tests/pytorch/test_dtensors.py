@@ -35,7 +35,7 @@ X, W = torch.randn(4, 6), torch.randn(6, 8)
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """Mesh of a fake world of several processes, of which this process is one."""
+    """Mesh of a fake world of 4 processes. This process is rank 0."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dist.destroy_process_group()
@@ -152,8 +152,8 @@ def prepared(mesh: Any, **options: Any) -> Any:
 
 
 def test_fully_shard_states_all_shardings(mesh: Any) -> None:
-    """If both axes shard one dim of a weight, tp is the outer axis. Example inputs have the 3 rows of one of 2 ranks of dp, so the program
-    has 6 rows."""
+    """If both axes shard one dim of a weight, tp is the outer axis. The example inputs of one rank have 3 rows, and dp has 2 ranks, so the
+    program has 6 rows."""
     model = hostweave.torch.compile(prepared(mesh), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True)
     (line,) = (line for line in model.program.fusion_ir.splitlines() if line.startswith("fusion @"))
     for of in ("up_weight: f32[16@tp,dp, 8]", "down_weight: f32[8@dp, 16@tp]", "norm_bias: f32[16@dp]", "x: f32[6@dp, 8]", "scale: f32[8]"):

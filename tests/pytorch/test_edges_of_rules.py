@@ -50,7 +50,7 @@ case(aten.cummax.default, BOOLS, -1)
 case(aten.cumprod.default, BOOLS, 0)
 case(aten.cumprod.default, INTS.to(u8), 0, dtype=f64)
 
-# --- searches. torch's result is undefined if the boundaries contain NaN, because NaN is not sorted. ---
+# --- searches. torch's result is undefined if the boundaries contain NaN, because they are not sorted then. ---
 VALUES = torch.tensor([NAN, INF, -INF, -0.0, 0.0, 1.0, 2.5, 3.0, 1e-40])
 for bounds in (torch.tensor([0.0, 1.0, 1.0, 2.5]), torch.tensor([-INF, -0.0, 0.0, INF]), torch.empty(0)):
     for right in (False, True):
@@ -125,7 +125,7 @@ case(aten.put.default, torch.tensor(1.0), torch.tensor(0), torch.tensor(5.0))
 TABLE = torch.tensor([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0], [4.0, INF], [5.0, -5.0]])
 for mode in (0, 1, 2):
     for last in (False, True):
-        # With include_last_offset, the last offset must be 5. With less, torch's sums on CPU and CUDA differ.
+        # With include_last_offset, the last offset must be 5, the number of indices. Otherwise, torch's sums on CPU and CUDA differ.
         for offsets in ([0, 2, 5], [0, 0, 5], [0, 5, 5], [0, 5]) if last else ([0, 2, 4], [0, 2, 2], [0, 0, 5], [0], [0, 3]):
             for padding in (-1, 2):
                 case(aten._embedding_bag.default, TABLE, torch.arange(5), torch.tensor(offsets), False, mode, False, None, last, padding)

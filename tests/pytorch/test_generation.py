@@ -96,7 +96,7 @@ def small_llama() -> tuple[Any, Any]:
 @shares_programs
 def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has some heads of the cache. For the first prompt, the second token is captured as a graph. The graph computes all later
-    tokens, also of later prompts, except the first token of a prompt. A cache that the caller still refers to does not change.
+    tokens, and all tokens of the second prompt except the first. A cache that the caller still refers to does not change.
 
     For the same random seed, the sampled tokens equal those of the module.
     """

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The last stage takes a result of the first stage. The other stages do not take it."""
+    """If the model is split into two stages, the last stage takes two results of the first stage."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()

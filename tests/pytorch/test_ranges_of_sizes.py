@@ -114,7 +114,7 @@ def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
 
 
 def test_ranks_change_at_the_same_call() -> None:
-    """One rank compiles the program at once, and the other rank until its fourth call. Ranks synchronize before the fourth call."""
+    """The program of one rank is ready early, and the program of the other rank at its fourth call. Both are used from this call on."""
     ready = [threading.Event(), threading.Event()]
     ready[0].set()
     assert of_ranks(ready) == [[False] * 3 + [True] * 5] * 2

@@ -168,7 +168,7 @@ def test_settings() -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """Mesh of a fake world of several processes, of which this process is one."""
+    """Mesh of a fake world of 2 processes. This process is rank 0."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     dist.destroy_process_group()

@@ -126,7 +126,7 @@ def train(call: Any, optimizer: Any) -> None:
 
 
 def test_constants_of_equal_elements_are_no_inputs() -> None:
-    """The elements of such a constant are all equal, as in the gradient of a mean."""
+    """For example, the gradient of a mean is a constant with equal elements."""
     module = Loss()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {}, (X,), optimizer=adamw(module))
     assert not compiled._part.graph.bound

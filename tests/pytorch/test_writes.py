@@ -19,7 +19,7 @@ from hostweave.base.errors import ArgumentError  # noqa: E402
 
 
 class Cache(nn.Module):
-    """Writes the keys of a token to a cache, at a position that is a tensor."""
+    """Writes the keys of tokens to a cache, from a position that is a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

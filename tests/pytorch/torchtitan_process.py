@@ -1,9 +1,9 @@
 """One rank of a transformer that is prepared as in torchtitan. torchrun starts this script. The rank uses a GPU if there is one.
 
-The process prints "trained" if 20 steps equal those of torch. The process prints "loaded" if training from a checkpoint of tp 4 gives the
-same results at dp 2 x tp 2 as at tp 4.
+Rank 0 prints "trained" if 20 steps equal those of torch. Rank 0 prints "loaded" if training from a checkpoint of tp 4 gives the same
+results at dp 2 x tp 2 as at tp 4.
 
-torchrun --nproc-per-node 4 tests/pytorch/torchtitan_process.py
+torchrun --nproc-per-node 4 tests/pytorch/torchtitan_process.py FOLDER_OF_THE_CHECKPOINT
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Transformer(nn.Module):
 
 
 def prepared(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = MixedPrecisionPolicy()) -> Any:  # noqa: B008
-    """Prepares the module as torchtitan's `parallelize_llama` does: sequence-parallel, then sharded by `fully_shard`."""
+    """Prepares the module as torchtitan does: sequence-parallel, and sharded by `fully_shard` if there is an axis dp."""
     whole: Any = module
     plan = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
