@@ -181,7 +181,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "offsets and lengths": (
         lambda q, k, n: hw.attention(q, q, q, offsets=n, lengths=n[:, 0]),
-        "offsets are given with lengths or a bias; packed sequences support neither, so leave these out",
+        "packed sequences support no lengths, bias or blocks; leave one of them out",
     ),
 }
 

@@ -81,6 +81,12 @@ def numbered(shape: SymbolicShape, letter: str = "i") -> tuple[str, ...]:
     return tuple(f"{letter}{i}" for i in range(len(shape)))
 
 
+def broadcasts(shape: SymbolicShape, to: SymbolicShape) -> bool:
+    """True if `shape`, aligned from the right, broadcasts to the shape `to`."""
+    tail = to[len(to) - len(shape) :]
+    return len(shape) <= len(to) and all(have in (want, ONE) for have, want in zip(shape, tail, strict=True))
+
+
 def aligned(shape: SymbolicShape, result: SymbolicShape, labels: Labels) -> Labels:
     """Labels of dims that are aligned with the result from the right. A broadcast dim has no label."""
     if shape == result:

@@ -6,19 +6,11 @@ from typing import TYPE_CHECKING, Any
 from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
-from hostweave.fusion_ir.frontend.composites import _broadcasts, _called, _check_probability, _dropped, _indices, _wide, _worded
+from hostweave.fusion_ir.frontend.composites import _called, _check_probability, _dropped, _indices, _wide, _worded
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor
-from hostweave.fusion_ir.ops.attention import (
-    BOTTOM_RIGHT,
-    GRADIENTS,
-    LEAST_SCORE,
-    TOP_LEFT,
-    why_composed,
-    why_no_bias,
-    why_no_lengths,
-    why_no_offsets,
-)
+from hostweave.fusion_ir.index_map import broadcasts
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, GRADIENTS, LEAST_SCORE, TOP_LEFT, why_composed, why_no_masks
 from hostweave.types.size import Size
 from hostweave.types.tensor import bool_, f32, i32
 
@@ -67,7 +59,7 @@ def scaled_dot_product_attention(
         raise ProgramError.here("attention: attn_mask and is_causal are both given; put both into the mask")
     if attn_mask is not None:
         shape = (*query.type.shape[:-1], key.type.shape[-2])
-        if not _broadcasts(attn_mask.type.shape, shape):
+        if not broadcasts(attn_mask.type.shape, shape):
             wanted = ", ".join(map(str, shape))
             raise ProgramError.here(f"attention: the mask {attn_mask.type} does not broadcast to the scores, [{wanted}]; reshape it")
         if attn_mask.dtype.kind not in ("bool", "float"):
@@ -338,17 +330,10 @@ def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Checks the masks. Returns the masks that are given, and the attributes that say which masks these are."""
-    given = [mask for mask in (lengths, bias, offsets) if mask is not None]
-    apart = "offsets are given with lengths or a bias; packed sequences support neither, so leave these out"
-    whys = (
-        why_no_lengths(query.type, lengths.type) if lengths is not None else "",
-        why_no_bias(query.type, key.type, bias.type) if bias is not None else "",
-        apart if offsets is not None and len(given) > 1 else "",
-        why_no_offsets(query.type, key.type, offsets.type) if offsets is not None else "",
-    )
-    if why := next(filter(None, whys), ""):
+    given = {word: mask for word, mask in (("lengths", lengths), ("bias", bias), ("offsets", offsets)) if mask is not None}
+    if why := why_no_masks(query.type, key.type, {word: mask.type for word, mask in given.items()}):
         raise ProgramError.here(f"attention: {why}")
-    return tuple(given), {"bias": bias is not None, "packed": offsets is not None}
+    return tuple(given.values()), {"bias": bias is not None, "packed": offsets is not None}
 
 
 def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:

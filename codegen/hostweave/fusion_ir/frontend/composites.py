@@ -10,6 +10,7 @@ from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
+from hostweave.fusion_ir.index_map import broadcasts
 from hostweave.fusion_ir.ops import fits
 from hostweave.fusion_ir.ops.scaled import BLOCK
 from hostweave.types.size import Size, product
@@ -170,14 +171,9 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: floa
 def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: Tensor | None) -> int:
     """Index of the normalised dim. Checks the shapes of weight and bias."""
     for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and not _broadcasts(other.type.shape, x.type.shape):
+        if other is not None and not broadcasts(other.type.shape, x.type.shape):
             raise ProgramError.here(f"{kind}: the {name} is {other.type}, and x {x.type}; pass a shape that broadcasts to x")
     return dim_of(x, axis, kind)
-
-
-def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
-    tail = to[len(to) - len(shape) :]
-    return len(shape) <= len(to) and all(have in (want, Size()) for have, want in zip(shape, tail, strict=True))
 
 
 def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -281,7 +277,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     half = x.type.shape[-1] // 2
     for name, table in (("cos", cos), ("sin", sin)):
         shape = table.type.shape
-        if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
+        if shape[-1:] != (half,) or not broadcasts(shape, (*x.type.shape[:-1], half)):
             raise ProgramError.here(f"rotary_embedding: {name} is {table.type}, and x {x.type}; pass one element per pair: [S, {half}]")
     of_pair = x.ndim if interleaved else x.ndim - 1  # index of the new dim: the two elements of a pair
     split = (half, Size(2)) if interleaved else (Size(2), half)

@@ -71,24 +71,11 @@ def _rows(types: Types, op: Op) -> TensorType:
     if op[WINDOW] < 0 or (op[WINDOW] and not op[CAUSAL]):
         raise Mismatch(f"window={op[WINDOW]} needs a causal mask; state causal, or leave the window out")
     blocks = _blocks(op)
-    _check_masks(op, q, k, masks, blocks)
-    return TensorType(f32, tuple(Dim(size) for size in (*blocks, *q.shape[:-1])))
-
-
-def _check_masks(op: Op, q: TensorType, k: TensorType, masks: Mapping[str, TensorType], blocks: tuple[Size, ...]) -> None:
-    whys = (
-        why_no_lengths(q, masks["lengths"], blocks) if "lengths" in masks else "",
-        why_no_bias(q, k, masks["bias"]) if "bias" in masks else "",
-        why_no_offsets(q, k, masks["offsets"]) if "offsets" in masks else "",
-        "lengths and a causal mask exclude each other for blocks of keys; leave one of them out"
-        if "lengths" in masks and op[CAUSAL] and blocks
-        else "",
-        "packed sequences support no lengths, bias or blocks; leave one of them out"
-        if op[IS_PACKED] and (len(masks) > 1 or blocks)
-        else "",
-    )
-    if why := next(filter(None, whys), ""):
+    if why := why_no_masks(q, k, masks, blocks):
         raise Mismatch(why)
+    if blocks and "lengths" in masks and op[CAUSAL]:
+        raise Mismatch("lengths and a causal mask exclude each other for blocks of keys; leave one of them out")
+    return TensorType(f32, tuple(Dim(size) for size in (*blocks, *q.shape[:-1])))
 
 
 def _blocks(op: Op) -> tuple[Size, ...]:
@@ -96,6 +83,18 @@ def _blocks(op: Op) -> tuple[Size, ...]:
     if count < 0:
         raise Mismatch(f"blocks={count} is not a number of blocks of keys; write 1 or more, or leave it out")
     return (Size(count),) if count else ()
+
+
+def why_no_masks(query: TensorType, key: TensorType, masks: Mapping[str, TensorType], blocks: tuple[Size, ...] = ()) -> str:
+    """Reason why tensors cannot be the masks of these names (see `masks_of`), or ""."""
+    is_apart = "offsets" not in masks or (len(masks) == 1 and not blocks)
+    whys = (
+        why_no_lengths(query, masks["lengths"], blocks) if "lengths" in masks else "",
+        why_no_bias(query, key, masks["bias"]) if "bias" in masks else "",
+        "" if is_apart else "packed sequences support no lengths, bias or blocks; leave one of them out",
+        why_no_offsets(query, key, masks["offsets"]) if "offsets" in masks else "",
+    )
+    return next(filter(None, whys), "")
 
 
 def why_no_lengths(query: TensorType, lengths: TensorType, blocks: tuple[Size, ...] = ()) -> str:

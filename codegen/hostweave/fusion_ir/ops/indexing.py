@@ -13,6 +13,7 @@ from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, FIRST, GROUPS, 
 from hostweave.fusion_ir.ops.definition import (
     INTS,
     NUMBERS,
+    Infer,
     Mismatch,
     OpDef,
     Types,
@@ -23,7 +24,7 @@ from hostweave.fusion_ir.ops.definition import (
     unsharded,
 )
 from hostweave.types.size import Size
-from hostweave.types.tensor import Dim, TensorType, i32, i64
+from hostweave.types.tensor import Dim, DType, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
@@ -256,28 +257,25 @@ def _whole_rows(types: Types, op: Op) -> IndexMap:
     return IndexMap((source,), result, unwalked=frozenset((INDEXED, OTHER)))
 
 
-def _sums_so_far(types: Types, op: Op) -> TensorType:
-    require(types[0], NUMBERS)
-    checked_axis(op[AXIS], types[0])
-    return unsharded(types[0])
+def _along(kinds: tuple[str, ...], dtype: DType | None = None) -> Infer:
+    """Type rule of an op along a dim. The result has the shape of the operand and, by default, its dtype, which is of one of `kinds`."""
+
+    def infer(types: Types, op: Op) -> TensorType:
+        require(types[0], kinds)
+        checked_axis(op[AXIS], types[0])
+        return TensorType(dtype or types[0].dtype, unsharded(types[0]).dims)
+
+    return infer
 
 
 def _order(types: Types, op: Op) -> TensorType:
-    require(types[0], NUMBERS)
-    axis, result = checked_axis(op[AXIS], types[0]), TensorType(i64, unsharded(types[0]).dims)
-    return _replaced(result, axis, Size(op[FIRST])) if op[FIRST] else result
-
-
-def _positions(types: Types, op: Op) -> TensorType:
-    require(types[0], INTS)
-    checked_axis(op[AXIS], types[0])
-    return TensorType(i64, unsharded(types[0]).dims)
+    result = _along(NUMBERS, i64)(types, op)
+    return _replaced(result, op[AXIS], Size(op[FIRST])) if op[FIRST] else result
 
 
 def _of_groups(types: Types, op: Op) -> TensorType:
-    require(types[0], INTS)
-    axis = checked_axis(op[AXIS], types[0])
-    return _replaced(TensorType(i32, unsharded(types[0]).dims), axis, types[0].shape[axis] * 2 + op[GROUPS])
+    result = _along(INTS, i32)(types, op)
+    return _replaced(result, op[AXIS], result.shape[op[AXIS]] * 2 + op[GROUPS])
 
 
 def _group_order(np: Any, x: Any, axis: int, groups: int) -> Any:
@@ -297,14 +295,14 @@ def _argsort(np: Any, x: Any, axis: int, descending: bool = False, first: int = 
 
 
 OPS["cumsum"] = OpDef(
-    1, _sums_so_far, _whole_rows, lambda np, x, axis: np.cumsum(x, axis, x.dtype), (AXIS,), fiber="hw::cumsum<{total}>", whole="added up"
+    1, _along(NUMBERS), _whole_rows, lambda np, x, axis: np.cumsum(x, axis, x.dtype), (AXIS,), fiber="hw::cumsum<{total}>", whole="added up"
 )
 OPS["argsort"] = OpDef(
     1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), fiber="hw::argsort<{descending}>", in_clusters=True, whole="ordered"
 )
 OPS["inverse_order"] = OpDef(  # each row of the operand is a permutation of 0, 1, ..., n - 1
     1,
-    _positions,
+    _along(INTS, i64),
     _whole_rows,
     lambda np, x, axis: np.argsort(x, axis=axis, stable=True),
     (AXIS,),

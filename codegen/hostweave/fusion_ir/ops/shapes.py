@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, groups, numbered
+from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, broadcasts, groups, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, HIGH, INDEX, LOW, ORDER, START, STEP, VALUE
 from hostweave.fusion_ir.ops.definition import Indices, Infer, Mismatch, OpDef, Types, checked_axes, checked_axis, elementwise, same_dtype
@@ -31,9 +31,8 @@ def _reshape(types: Types, op: Op) -> TensorType:
 
 
 def _broadcast_to(types: Types, op: Op) -> TensorType:
-    have, want = types[0].shape, op.result.type.shape
-    tail = want[len(want) - len(have) :]
-    if len(have) > len(want) or any(h != w and h != ONE for h, w in zip(have, tail, strict=True)):
+    want = op.result.type.shape
+    if not broadcasts(types[0].shape, want):
         raise Mismatch(f"{types[0]} does not broadcast to {_shape_text(want)}; dims are aligned from the right and must be equal or 1")
     return TensorType(types[0].dtype, tuple(Dim(size) for size in want))
 
