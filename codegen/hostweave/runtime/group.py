@@ -30,7 +30,7 @@ from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.providers import Communicators, Environment, Provider, SplitProvider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.standstill import marks_graphs, to_json
-from hostweave.runtime.stores import Store, TcpStore
+from hostweave.runtime.stores import MAX_SECONDS, Store, TcpStore
 from hostweave.runtime.watchdog import Watchdog
 from hostweave.runtime.windows import Windows, checked_shape, memory_module
 from hostweave.targets.target import Target, find_target
@@ -40,7 +40,6 @@ T = TypeVar("T")
 
 INIT_TIMEOUT = 300.0  # seconds for all ranks to join, and to make their first call of a program
 CALL_TIMEOUT = 600.0  # seconds for a call
-_MAX_SECONDS = 1e8  # seconds; longer timeouts exceed the range of clocks
 
 
 class _Thread(threading.local):
@@ -88,7 +87,7 @@ def init(
     for name, seconds in (("timeout", timeout), ("call_timeout", call_timeout)):
         if not isinstance(seconds, int | float) or not seconds >= 0:
             raise ArgumentError(f"hw.init: {name}={seconds!r} is not a number of seconds; pass a number such as 60")
-    timeout, call_timeout = min(timeout, _MAX_SECONDS), min(call_timeout, _MAX_SECONDS)
+    timeout, call_timeout = min(timeout, MAX_SECONDS), min(call_timeout, MAX_SECONDS)
     existing = current(group)
     if existing and not existing.failure and provider is None:
         return existing

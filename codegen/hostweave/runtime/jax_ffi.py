@@ -17,14 +17,13 @@ from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, opened, stamp_of
 from hostweave.build.make import make_runtime
 from hostweave.runtime.arguments import expect_count
-from hostweave.runtime.arrays import ForeignBuffer
+from hostweave.runtime.arrays import Array, ForeignBuffer
 from hostweave.runtime.group import Group, current
 from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
 from hostweave.types.tensor import DType, local_outputs
 
 Program = Any  # hostweave.api.Program
-Array = Any
 ArgumentTypes = tuple[tuple[tuple[int, ...], DType], ...]  # shapes and dtypes
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # target -> XLA platform

@@ -45,14 +45,14 @@ class Provider(Protocol):
         """
 
 
-def _wait_for(queue: SimpleQueue[int]) -> None:
-    """Waits for an item. Polls, because a signal that arrives just before a blocking wait would be handled only after the wait."""
+def next_item(queue: SimpleQueue[T], check_wait: Callable[[], None] = lambda: None) -> T:
+    """Waits for an item. Polls, because a signal that arrives just before a blocking wait would be handled only after the wait. Calls
+    `check_wait`, which may raise, after each poll."""
     while True:
         try:
-            queue.get(timeout=POLL_SECONDS)
+            return queue.get(timeout=POLL_SECONDS)
         except Empty:
-            continue
-        return
+            check_wait()
 
 
 class Threads:
@@ -141,7 +141,7 @@ class Threads:
             for thread in threads:
                 thread.start()
             for _ in threads:
-                _wait_for(ended)  # not `join`: after an interrupted join, Python 3.11 treats the thread as ended
+                next_item(ended)  # not `join`: after an interrupted join, Python 3.11 treats the thread as ended
         except BaseException as interruption:
             why = f"interrupted by {type(interruption).__name__}"
             interruptibly(lambda: self._end(threads, why))

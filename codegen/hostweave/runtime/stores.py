@@ -73,7 +73,7 @@ _SET, _GET, _WILL = b"s", b"g", b"w"
 _REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and the size of the following value or -1
 _RETRY = 0.05  # seconds between attempts to connect
 _ANSWER_TIMEOUT = 10.0  # seconds; maximum for an answer, and for a client to authenticate
-_MAX_SECONDS = 1e8  # seconds; longer waits exceed the range of clocks
+MAX_SECONDS = 1e8  # seconds; longer timeouts exceed the range of clocks
 _BACKLOG = 256
 _MAX_UNAUTHENTICATED = 2 * _BACKLOG  # if there are more unauthenticated clients, the oldest is disconnected
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # maximum bytes of a key, and of a value
@@ -220,7 +220,7 @@ class TcpStore:
         self._request(_SET, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        answer = self._request(_GET, key, timeout=min(timeout, _MAX_SECONDS))
+        answer = self._request(_GET, key, timeout=min(timeout, MAX_SECONDS))
         if answer is None:
             raise TimeoutError(key)
         return answer

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from hostweave.runtime.group import INIT_TIMEOUT, Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_running
 from hostweave.runtime.local import LocalProgram, StagedWork
-from hostweave.runtime.providers import Threads
+from hostweave.runtime.providers import Threads, next_item
 from hostweave.runtime.standstill import describe, print_report
 from hostweave.targets.target import Target
 
@@ -140,7 +140,7 @@ class Team:
         try:
             while len(results) < len(self._work):
                 try:
-                    rank, results[rank], error = _next(answers, check_wait)
+                    rank, results[rank], error = next_item(answers, check_wait)
                     failure = self.groups[rank].failure if error and self.groups else None
                 except BaseException as interruption:
                     error, failure = interruption, reason_of(interruption)
@@ -210,14 +210,6 @@ def _run_and_report(answers: SimpleQueue[Answer], work: Callable[[int], T], rank
         answers.put((rank, work(rank), None))
     except BaseException as error:
         answers.put((rank, None, error))
-
-
-def _next(answers: SimpleQueue[Answer], check_wait: Callable[[], None]) -> Answer:
-    while True:
-        try:
-            return answers.get(timeout=POLL_SECONDS)
-        except Empty:
-            check_wait()
 
 
 def _stop_deadline(deadline: float) -> Callable[[], None]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from math import prod
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -80,8 +81,8 @@ class _HostBytes:
 class Windows:
     def __init__(self) -> None:
         self.allocated = 0  # number of allocated arrays, equal on all ranks
-        self._addresses: list[int] = []  # window memory in use, sorted
-        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in the same order: (number of the array, bytes, memory)
+        # Window memory in use, sorted by address: (address, number of the array, bytes, memory).
+        self._known: list[tuple[int, int, int, weakref.ref[Any]]] = []
         self._bound_names: weakref.WeakKeyDictionary[BoundInputs, tuple[str, ...]] = weakref.WeakKeyDictionary()
         self.connected: set[str] = set()  # targets for which the ranks share memory
 
@@ -93,10 +94,10 @@ class Windows:
         return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
 
     def position_of(self, address: int) -> WindowPosition | None:
-        if (at := bisect_right(self._addresses, address) - 1) < 0:
+        if not (at := bisect_right(self._known, address, key=itemgetter(0))):
             return None
-        offset, (number, size, memory) = address - self._addresses[at], self._known[at]
-        return WindowPosition(number, offset) if offset < size and memory() is not None else None
+        begin, number, size, memory = self._known[at - 1]
+        return WindowPosition(number, address - begin) if address - begin < size and memory() is not None else None
 
     def names(self, bound: BoundInputs, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
         """Names of the bound inputs and other parameters whose arrays are in windows."""
@@ -110,12 +111,8 @@ class Windows:
         )
 
     def _add(self, memory: Any, size: int) -> None:
-        pairs = zip(self._addresses, self._known, strict=True)
-        known = {begin: one for begin, one in pairs if one[-1]() is not None} | {
-            memory.address: (self.allocated, size, weakref.ref(memory))
-        }
-        self._addresses = sorted(known)
-        self._known = [known[begin] for begin in self._addresses]
+        kept = [one for one in self._known if one[-1]() is not None and one[0] != memory.address]
+        self._known = sorted([*kept, (memory.address, self.allocated, size, weakref.ref(memory))], key=itemgetter(0))
 
     def _position_of_array(self, array: Array) -> WindowPosition | None:
         try:
