@@ -88,7 +88,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, Pair)
 
 
-def _as_pair(value: Any, like: torch.Tensor | None = None) -> Pair:
+def _as_pair(value: Any) -> Pair:
     if isinstance(value, Pair):
         return value
     if isinstance(value, complex):

@@ -177,10 +177,6 @@ def cumprod(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     return _scanned(dim, [wide], lambda before, now: [before[0] * now[0]])[0]
 
 
-def logcumsumexp(x: torch.Tensor, dim: int) -> Any:
-    return _scanned(dim, [x], lambda before, now: [torch.logaddexp(before[0], now[0])])[0]
-
-
 def _cumulative(is_later: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def scan(x: torch.Tensor, dim: int) -> Any:
         def joined(before: Any, now: Any) -> Any:
@@ -232,10 +228,6 @@ def searchsorted(
     rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
     behind = (rows > found) if right or side == "right" else (rows >= found)
     return (~behind).sum(-1, dtype=torch.int32 if out_int32 else torch.int64)
-
-
-def bucketize(values: Any, boundaries: torch.Tensor, **how: Any) -> Any:
-    return searchsorted(boundaries, values, **how)
 
 
 def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
@@ -351,10 +343,6 @@ def addbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, a
 
 def _norm(x: torch.Tensor, p: float) -> Any:
     return torch.linalg.vector_norm(x, p, -1) if x.numel() else x.sum(-1)
-
-
-def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None = None) -> Any:
-    return _norm(a.unsqueeze(-2) - b.unsqueeze(-3), p)
 
 
 def pdist(x: torch.Tensor, p: float = 2) -> Any:
@@ -475,7 +463,7 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.unbind_copy.int: lambda x, dim=0: x.unbind(dim),
     aten.frexp.Tensor: frexp,
     aten.cumprod.default: cumprod,
-    aten.logcumsumexp.default: logcumsumexp,
+    aten.logcumsumexp.default: lambda x, dim: _scanned(dim, [x], lambda before, now: [torch.logaddexp(before[0], now[0])])[0],
     aten.cummax.default: _cumulative(torch.ge),
     aten.cummin.default: _cumulative(torch.le),
     aten.kthvalue.default: kthvalue,
@@ -483,8 +471,7 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.nanmedian.dim: _median(True),
     aten.median.default: _median_of_all(False),
     aten.nanmedian.default: _median_of_all(True),
-    aten.bucketize.Tensor: bucketize,
-    aten.bucketize.Scalar: bucketize,
+    **dict.fromkeys((aten.bucketize.Tensor, aten.bucketize.Scalar), lambda values, edges, **how: searchsorted(edges, values, **how)),
     aten.searchsorted.Tensor: searchsorted,
     aten.searchsorted.Scalar: searchsorted,
     aten.histc.default: histc,
@@ -495,7 +482,7 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten._embedding_bag.default: embedding_bag,
     aten._embedding_bag_forward_only.default: embedding_bag,
     aten.addbmm.default: addbmm,
-    aten._cdist_forward.default: cdist,
+    aten._cdist_forward.default: lambda a, b, p, mode=None: _norm(a.unsqueeze(-2) - b.unsqueeze(-3), p),
     aten._pdist_forward.default: pdist,
     aten.dist.default: lambda a, b, p=2: torch.linalg.vector_norm(a - b, p),
     aten._trilinear.default: trilinear,

@@ -42,7 +42,7 @@ from hostweave.torch.strides import of_storages
 from hostweave.torch.transforms import inference_tensor
 
 tracing = threading.RLock()  # held while torch traces, because concurrent traces would change each other's symbolic sizes
-_TORCH = str(Path(torch.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
 
 # Not decomposed: ops of a fusion, and composite ops that the compiler recognises.
 _KEPT = """
@@ -141,7 +141,7 @@ def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) ->
 
     def put(part: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            assigned[name] = Location.of_caller(_TORCH)
+            assigned[name] = Location.of_caller(TORCH)
         own(part, name, value)
 
     def of_data(access: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +149,7 @@ def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) ->
             is_traced = threading.get_ident() == thread and type(x) not in (torch.Tensor, nn.Parameter)
             if is_traced and not sys._getframe(1).f_code.co_filename.startswith((*OF_TORCH, "<eval", "<frozen")):
                 why = "forward uses .data of a tensor, which torch.export does not trace"
-                raise ProgramError(f"{why}; use detach(), or write in place in torch.no_grad()", Location.of_caller(_TORCH))
+                raise ProgramError(f"{why}; use detach(), or write in place in torch.no_grad()", Location.of_caller(TORCH))
             return access(x, *value)
 
         return call
@@ -187,7 +187,7 @@ def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
 
 def _refused(why: str) -> Callable[..., Any]:
     def call(*_: Any, **__: Any) -> Any:
-        raise ProgramError(why, Location.of_caller(_TORCH))
+        raise ProgramError(why, Location.of_caller(TORCH))
 
     return call
 
@@ -253,7 +253,7 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
 def _line_of(error: Exception) -> Location | None:
     """Innermost line of a traceback outside of torch and of this package."""
     steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_of_package(frame)]
-    own = [(file, line) for file, line in steps if not file.startswith((_TORCH, "<"))]
+    own = [(file, line) for file, line in steps if not file.startswith((TORCH, "<"))]
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
 
 
@@ -278,7 +278,7 @@ def _lines_of_user(lines: Sequence[Any], skip: int) -> Any:
     """Records only lines that torch looks for: outside of torch, or in functions named `forward`."""
     if lines and not isinstance(lines[0], dict):  # newer versions of torch
         return _lines(lines, skip)
-    return _lines([line for line in lines[skip:] if line["name"] == "forward" or not line["filename"].startswith(_TORCH)], 0)
+    return _lines([line for line in lines[skip:] if line["name"] == "forward" or not line["filename"].startswith(TORCH)], 0)
 
 
 @cache

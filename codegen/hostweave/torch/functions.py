@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,10 @@ from hostweave.base.errors import Location, ProgramError, stated_location
 from hostweave.fusion_ir.frontend.remedies import instead_of
 from hostweave.torch.aten import computed
 from hostweave.torch.aten.table import torch_dtype
-from hostweave.torch.exported import decompositions
+from hostweave.torch.exported import TORCH, decompositions
 from hostweave.torch.graph import is_known, recorded
 from hostweave.torch.nodes import op_of
 
-_TORCH = str(Path(torch.__file__).parent)
 _SMOOTH = 48  # factor of the numbers for unknown sizes, so that these numbers are divisible by 2, 3, 4, 6, 8, ...
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
 _TAKE_SIZES = (
@@ -39,7 +37,7 @@ _TAKE_SIZES = (
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = _name(function)
-    with stated_location(Location.of_caller(_TORCH)):
+    with stated_location(Location.of_caller(TORCH)):
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):

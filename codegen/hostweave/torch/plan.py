@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from fnmatch import filter as fnmatching
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any
@@ -92,17 +93,13 @@ def without_inputs(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str
     names = [*dict(tensors_of(module)), *dict(module.named_modules())]
     words = {name.rpartition(".")[2] for name in names}
     return {
-        pattern: value for pattern, value in plan.items() if "." in pattern or not fnmatch_any(dims, pattern) or fnmatch_any(words, pattern)
+        pattern: value for pattern, value in plan.items() if "." in pattern or not fnmatching(dims, pattern) or fnmatching(words, pattern)
     }
 
 
 def states_inputs(plan: Mapping[str, Any], module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     names = {*kwargs, *signature(module.forward).parameters}
     return len(without_inputs(plan, module, dict.fromkeys(names, 0))) < len(plan)
-
-
-def fnmatch_any(names: Iterable[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 aten = torch.ops.aten
-EULER = 0.5772156649015329
 _FAR = 25.0  # from here on, asymptotic expansions have an error below 1e-7
 
 
@@ -89,7 +88,7 @@ def _i1(x: Any) -> Any:
 
 
 def _psi(n: int) -> float:
-    return -EULER + sum(1 / k for k in range(1, n))
+    return -np.euler_gamma + sum(1 / k for k in range(1, n))
 
 
 def _psi_series(order: int, z: Any, count: int) -> Any:

@@ -82,6 +82,7 @@ for _name, _function in {
     "add": lambda a, b: (a | b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a + b,
     "mul": lambda a, b: (a & b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a * b,
     "sub": operator.sub,
+    "rsub": lambda a, b: b - a,
     "remainder": operator.mod,
     "fmod": hw.fmod,
     "ldexp": lambda a, b: a * hw.exp2(b),
@@ -124,9 +125,6 @@ def _clamped(result: Result, x: hw.Tensor, low: Any = None, high: Any = None) ->
         return hw.clip(x, low, high)
     x = x if low is None else x | low
     return x if high is None else x & high
-
-
-_binary("rsub", lambda a, b: b - a)
 
 
 def _scaled(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
