@@ -1,4 +1,4 @@
-"""Fixture that runs the same tests on CPU ranks and on all available GPUs."""
+"""Fixture that runs a test on CPU ranks and, if there are enough, on GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hostweave.build.cuda import gpus
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def target(request: pytest.FixtureRequest) -> str:
-    """Target of a test. The test has a parameter `ranks` or `mesh`, or a parameter `pair` that is an index into PAIRS."""
+    """Target of a test. The test has a parameter `ranks` or `mesh`, or a parameter `pair` that is a key of PAIRS."""
     params = request.node.callspec.params
     mesh = request.module.PAIRS[params["pair"]][0] if "pair" in params else params.get("mesh")
     ranks = mesh.size if mesh else params["ranks"]

@@ -1,4 +1,4 @@
-"""Known defects of other systems in communication, each with the test of Hostweave that would detect the defect.
+"""Known communication defects of other systems, each with the test that would detect the defect in Hostweave.
 
 | defect | test |
 |---|---|
@@ -70,7 +70,7 @@ RANKS = {
         "reduce_scatter max %big_3 -> %own on dp_tp\ncopy %own -> %gathered_in_place"
     ),
 }
-WANTED = {  # For each rank: its source rank, -1 for zeros, or the ranks whose terms are added.
+WANTED = {  # For each rank, the ranks whose blocks are added. A result of no ranks is zeros.
     "whole_mesh": [[1]] * 4,
     "turned_axes": [[2]] * 4,
     "sums_of_rows": [[0, 1], [0, 1], [2, 3], [2, 3]],

@@ -1,5 +1,5 @@
-"""Moves between two meshes, for all pairs of shardings in `layouts`. Meshes are disjoint or overlap, and differ in size and axes. The block
-of each rank is compared with NumPy.
+"""Moves between two meshes, for all pairs of shardings in `layouts`. Meshes are disjoint or overlap, and may differ in size and axes. The
+block of each rank is compared with NumPy.
 
 One program contains all moves between two meshes, so that only one program is compiled. The program runs at several sizes.
 """
@@ -96,7 +96,7 @@ CASES = [
     *((moves, pair) for pair in PAIRS),
     *((reductions, pair) for pair in ("three to two, one of them in both", "some to all")),
 ]
-# Pairs with all kinds of moves. Programs of other pairs are interpreted by default, and compiled with -m slow.
+# These pairs have all kinds of moves. Programs of other pairs are compiled only with `-m slow`.
 COMPILED = ("one between two", "two stages", "three to two, one of them in both", "some to all", "four to six, two of them in both")
 NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)}
 
@@ -152,7 +152,7 @@ def test_ints_that_ranks_share_unevenly(rows: int) -> None:
 
 
 def test_a_size_that_ranks_must_share_evenly() -> None:
-    """A chunk loop over M needs even shards, so M is even in the whole program. Moves between meshes then use routes for even shards."""
+    """A chunk loop over M needs even shards, so M is sharded evenly in the whole program. Moves between meshes then use routes for even shards."""
     mesh = Mesh(x=5)
     two, three = mesh.ranks([0, 1]), mesh.ranks([2, 3, 4])
 

@@ -1,7 +1,7 @@
 """Random programs with 8-bit floats: quantisation and scaled matmuls with random shardings. Programs pass the check, and the results of the
 interpreter equal those of NumPy.
 
-Programs cover both dtypes, all granularities of scales, even and uneven sizes, chunk loops with every algorithm, and functions. Norms,
+Programs cover both dtypes, all granularities of scales, even and uneven sizes, and chunk loops with every algorithm. Norms,
 activations and gathers may precede the products. Epilogues and reductions may follow the products. Absolute values of inputs are 0, 2^i or
 5 * 2^i, so that a quotient of an element and a scale is not near a tie. Then the reference in f64 and the program in f32 round to the same
 value. If other values are quantised, a program has `is_rounded`.
@@ -130,7 +130,7 @@ class Writer:
 
     def quantized(self, x: hw.Tensor, i: int, given: dict[str, hw.Tensor]) -> tuple[hw.Tensor, hw.Tensor]:
         dtype, delayed = self.draw.choice([hw.f8e4m3, hw.f8e4m3, hw.f8e5m2]), self.maybe(0.2)
-        if self.maybe(0.2):  # Splits rows into several dims.
+        if self.maybe(0.2):  # Rows [M, K] become [1, M, K].
             split = hw.reshape(x, 1, *x.shape)
             values, scales = hw.quantize(split, self.scaling, dtype)
             return hw.reshape(values, *x.shape), hw.reshape(scales, *scales.shape[1:])
@@ -215,8 +215,7 @@ def lowered(writer: Writer, options: Options) -> tuple[Fusion, HostProgram]:
 
 
 def expect_near(got: Array, want: Array, dtype: hw.DType, is_rounded: bool, message: str) -> None:
-    """Compares each element. If `is_rounded`, a quantised value may round to either neighbour, so only the norm of the whole difference is
-    tested."""
+    """Compares each element or, if `is_rounded`, only the norm of the difference. Quantised values may then round to either neighbour."""
     assert got.shape == want.shape, message
     errors = np.abs(got.astype(np.float64) - want)
     if is_rounded:

@@ -1,4 +1,4 @@
-"""Random programs of all kinds of ops with random shardings. Programs pass the check, and the results of the interpreter equal those of
+"""Random programs of many kinds of ops with random shardings. Programs pass the check, and the results of the interpreter equal those of
 NumPy.
 
 Programs use the transports auto and one_sided, loops that the compiler chooses, functions, and donated inputs.

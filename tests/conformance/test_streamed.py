@@ -1,4 +1,4 @@
-"""Gathers and reduce-scatters in chunk loops with every algorithm, in one program per number of ranks."""
+"""Gathers and reduce-scatters in chunk loops with every algorithm. One program contains all of them for a number of ranks."""
 
 from __future__ import annotations
 

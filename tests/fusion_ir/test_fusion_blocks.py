@@ -206,7 +206,7 @@ REFUSED = {
     ),
     "another function's tensor": (
         FUSION + "    @hw.block(**T)\n    def layer(x, w):\n        return x + v\n    return layer(x, w)",
-        "mlp.py:7: add: the tensors belong to different fusions; make one of them an input",
+        "mlp.py:7: add: the tensors belong to different fusions or functions; make one of them an input",
     ),
     "mesh": (
         LAYER + "@hw.fusion(x=hw.f32['M', 'E'], w=T['w'])\ndef f(x, w):\n    return layer(x, w)",

@@ -62,7 +62,8 @@ class Stream:
 
     Before the pass `choose_overlap`, a stream requests a `ChunkLoop` with this algorithm, and with:
 
-    - `chunks`: number of iterations. If None, each index is one iteration, and values inside the loop do not have the dim.
+    - `chunks`: number of iterations. If None, an iteration computes one index of the dim, or of each shard, and its values do not have the
+      dim.
     - `chunking`: `by_shard`, `across_shards`, or None if not chosen yet.
     """
 
@@ -162,7 +163,7 @@ class Op:
 class ChunkLoop:
     """A loop over the chunks of a dim. Each iteration computes one chunk of every op.
 
-    - `steps`: number of iterations. If `drops_dim`, each iteration handles one index, and its values do not have the dim.
+    - `steps`: number of iterations. If `drops_dim`, a chunk is one index of the dim, or of each shard, and its values do not have the dim.
     - `chunking`: `by_shard` (chunk i is block i of the global dim) or `across_shards` (chunk i has slice i of every shard).
     - `rotation`, in a loop by shard: a rank computes its own block first (`local_first`), last (`local_last`), or in the common order
       (None).

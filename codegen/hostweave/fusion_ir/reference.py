@@ -66,7 +66,7 @@ def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int]
 
 
 def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> Any:
-    """Result of an op, or a tuple of results for a call or a kernel that `arithmetic` computes."""
+    """Result of an op, or a tuple of results for a call, a repeat, or a kernel that `arithmetic` computes."""
     tensors = [values[name] for name in op.tensors]
     if op.user_kernel and arithmetic.kernel:
         return arithmetic.kernel(op, tensors)

@@ -70,8 +70,9 @@ class ShardingRule:
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     """Derives the sharding rule of an op on the program's mesh.
 
-    If a mesh axis splits dims of different labels, a label of the result takes precedence over a reduced label. Then earlier operands take
-    precedence. For labels of the result, later operands do if the op has `last_is_first`.
+    If a mesh axis splits dims of different labels, a label of the result takes precedence over a reduced label. Among labels of
+    the result, earlier operands take precedence, or later operands if the op has `last_is_first`. Among reduced labels, earlier operands
+    do.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)
@@ -121,7 +122,7 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 
 
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
-    """True if `axes` can split the dims of a label. `unwalked` and `blocks` need contiguous shards, so zigzag axes cannot split them."""
+    """True if `axes` can split the dims of a label. Zigzag axes cannot, if the label is in `unwalked` or `blocks`."""
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
 

@@ -101,7 +101,7 @@ def attention(
 
     - `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns). Use
       "bottom_right" if the query rows follow a cache of keys.
-    - `window`: a row attends only to the last `window` columns that `causal` allows. Each row must attend to at least one column.
+    - `window`: a row attends only to the last `window` columns that `causal` allows.
     - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. With "bottom_right",
       row i attends to keys up to lengths - S + i. If this is negative, the row gives zeros, and a log-sum-exp of -inf.
     - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]; dims before the last one may be 1
@@ -110,12 +110,14 @@ def attention(
       E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row attends only to keys of its sequence.
       Rows outside of all sequences give zeros, and a log-sum-exp of -inf.
 
+    Without lengths, a bias and offsets, each row must attend to at least one column.
+
     Attention kernels compute the result, without a matrix of scores in memory, under three conditions: the dtype is f32, f16 or bf16; the
     query is [B, H, S, E] or [H, S, E]; E and F are ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is
     composed of matmuls and a softmax. An operand is copied first if its rows are not contiguous, or if rows of 16-bit floats do not begin
     at multiples of 16 bytes.
 
-    Sharded rows, `S@cp`: keys and values are gathered first, or block by block, overlapped with the computation. Rows in zigzag,
+    Sharded rows, `S@cp`: sharded keys and values are gathered first, or block by block, overlapped with the computation. Rows in zigzag,
     `S@zigzag(cp)`, give all ranks equal work under a causal mask without a window (Llama Team, "The Llama 3 Herd of Models", 2024, section
     3.3.2). With a causal mask, zigzag needs as many keys as rows, and supports neither lengths nor a bias.
 

@@ -21,7 +21,7 @@ MAX_RANDOM_DIMS = 4  # the random number generator has a counter of 4 words
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """Decorator that checks the arguments, and names the result after `word`."""
+    """Decorator that checks the arguments. Names the result after `word`, unless the result is an argument."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         function = checked(function)
@@ -96,7 +96,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
         raise ProgramError.here(f"{name}: correction={correction!r} must be an int, because the size {count} is symbolic; use int sizes")
-    # One tensor has all sums, for one all-reduce.
+    # All means are in one tensor, so that one all-reduce is enough.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
         scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
@@ -213,7 +213,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     but the returned scales are those of x. So a step can use the scales of the previous step. Values out of range become the largest number
     of f8e4m3, or an infinity of f8e5m2.
 
-    Raises ProgramError for an unknown scaling, another dtype or number of dims, a wrong scale, or a dim that 128 does not divide.
+    Raises ProgramError for an unknown scaling, another dtype or number of dims, a wrong scale, or a dim in blocks that 128 does not divide.
 
     Example: `values, scales = hw.quantize(hw.rms_norm(x, weight), "row")`, then `hw.scaled_matmul(values, w.T, scales, t.T)`.
     """

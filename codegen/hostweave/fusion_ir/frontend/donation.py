@@ -19,7 +19,7 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     Exactly one output must qualify for each input, apart from outputs that other inputs need. An output qualifies under three conditions:
     its dtype, mesh and dims are those of the input; the user gave the output no other sharding; the output is computed from the input,
     unless `donate` gives the index of the output. An output with the dims in another order qualifies only if `donate` gives its index, or
-    if no output has the input's shape.
+    if no other qualifying output has the input's shape.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):

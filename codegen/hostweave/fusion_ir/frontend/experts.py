@@ -158,11 +158,12 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     The mesh axes `axes` have R ranks. The tokens and the E = `num_experts` experts are split over these ranks: rank r has the experts from
     r * E/R to (r + 1) * E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
 
-    A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. With a small capacity, a rank drops choices of
-    the highest-numbered experts first and, among these, choices of the last tokens first. The host never reads the counts.
+    A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. Beyond the capacity, choices of
+    the destination's highest-numbered experts are dropped first and, among these, choices of the last tokens first. The host never reads
+    the counts.
 
     Raises ProgramError for other shapes or dtypes of `experts`, for axes that the mesh lacks, or if R does not divide the number of
-    experts. With a capacity, R must also divide the number of tokens, if this is an int.
+    experts. With a capacity, R must also divide the number of tokens.
 
     Example, with `ids: i64[T@ep, 8]`, `x: bf16[T@ep, H]`, `w: bf16[64@ep, H, H]` reshaped to [R, 64/R, H, H], and `weights: f32[T@ep, 8]`:
     `routing = hw.moe_routing(ids, 64, axes="ep")`, `rows = hw.moe_dispatch(x, routing)`, `h = hw.grouped_matmul(rows, w, routing.ends)`, `y
@@ -269,7 +270,8 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times the bytes of `moe_combine`. The example is the gradient of the weights of `moe_combine`, for which H is 1.
+    This function moves k times as many elements as `moe_combine`. The example computes the gradient of the weights of `moe_combine` from
+    rows of one element.
 
     Raises ProgramError for other shapes.
 

@@ -30,7 +30,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also written `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. A matmul of ints is much slower than one of floats, because cuBLASLt does not support ints.
+    wrap around. A matmul of ints is much slower than one of floats, because no library computes it.
 
     If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce, or a reduce-scatter if a `reshard` shards the
     result.
@@ -290,7 +290,7 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     Each dim is an int, a name, or a size such as `M/8`. The dims may also be one tuple. One dim may be -1, and is then inferred.
 
     The result is a view if the memory layout allows it. A dim keeps its sharding if the dim does not change, or if it is the outermost of
-    the dims that are merged or split. Other sharded dims are gathered, unless a sharding of the result needs no communication.
+    the dims that are merged or split. Other sharded dims are gathered, unless the result has a sharding that needs no communication.
 
     Raises ProgramError if a dim is invalid, if the numbers of elements differ, or if -1 cannot be inferred.
 

@@ -23,8 +23,8 @@ LARGE = 720720 << 20  # value of symbols in comparisons of bounds; divisible by 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
     """Part of x that the keys select: slices with a positive step, ints (drop a dim), `None` (adds a dim) and `...`.
 
-    A slice must be within its dim, and must not be empty. If the size is symbolic, each call of the program checks that the slice fits. The
-    slice may then be empty at small sizes.
+    A slice must be within its dim, and must not be empty. If the size is symbolic, tracing checks this for large sizes only. Each call of
+    the program then checks that the slice fits, but the slice may be empty.
     """
     keys = _spread(x.type, key if isinstance(key, tuple) else (key,))
     cuts = [k for k in keys if k is not None]
@@ -111,7 +111,7 @@ def _if_large(size: Size) -> Fraction:
 
 
 def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
-    """Number of indices from start to stop."""
+    """Number of indices from `start` to before `stop`, by `step`."""
     length = stop - start
     if length.is_int:
         return Size(-(-int(length) // step))

@@ -230,7 +230,7 @@ def _start(
 
 @checked
 def cumsum(x: Tensor, axis: Axis) -> Tensor:
-    """Cumulative sums along a dim, in the shape and dtype of x. x has ints or floats. Floats of at most 16 bits are summed in f32.
+    """Cumulative sums along a dim, in the shape and dtype of x, a tensor of ints or floats. Floats of at most 16 bits are summed in f32.
 
     If the dim is sharded, it is gathered first. Raises ProgramError for bools.
 

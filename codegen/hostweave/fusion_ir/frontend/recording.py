@@ -59,10 +59,10 @@ def record(
 ) -> Tensor:
     """Records an op and returns its result. `target` is the stated type of the result, or a part of it.
 
-    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. If `written` is given, errors
-    about this function name `written` instead of `kind`.
+    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. `written` is the name of such an
+    op in error messages, by default `kind`.
 
-    Raises ProgramError if the op is not valid here.
+    Raises ProgramError if the op is not valid.
     """
     location, operands = Location.of_caller(), with_ints(operands)
     for operand in operands:

@@ -112,7 +112,7 @@ class _Rewriting:
         return names, into if any(into) else (), groups if any(groups) else ()
 
     def pin(self, run: CallRun) -> None:
-        """Makes the function return its results in the sharding of the next call's operands and of the program's outputs."""
+        """Makes the function return each result in the sharding that the next call, later reshards or the outputs need."""
         function = self.functions.get(run.function.name, run.function)
         wanted = {result: function.inputs[operand].type for operand, result in run.carried.items()}
         wanted |= {at: type for at, (_, type) in run.placed.items()}
@@ -149,7 +149,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
 
     def take_parts(self, run: CallRun) -> None:
-        """Adds a slice of each tensor of which the calls read consecutive indices."""
+        """If the calls read consecutive indices of a tensor, adds a slice with these indices."""
         for column in run.each.values():
             if column not in self.found.stacks and column not in self.name_of and self.found.is_part(column):
                 first = self.found.selects[column[0]]

@@ -127,7 +127,7 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """For each operand of two consecutive calls: its possible roles if one of its values is in a group or stack, its possible roles
+        """For each operand of two consecutive calls: its possible roles if one of its values may be in a group or stack, its possible roles
         otherwise, and the two values if they differ. `in turn`: each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
@@ -223,7 +223,7 @@ class Runs:
         return self.in_structs([value.name for value in self.fusion.inputs], wanted)
 
     def in_structs(self, names: list[str], wanted: Mapping[Column, object]) -> list[Value | tuple[Column, ...]]:
-        """Names in order, with groups as in `group_inputs`. Raises Unfit(wanted[column]) for a column that cannot be a group."""
+        """Values in the order of `names`, grouped as in `group_inputs`. Raises Unfit(wanted[column]) if a column cannot be a group."""
         found: list[Value | tuple[Column, ...]] = []
         in_column = {name: column for column in wanted for name in column}
         at = 0
@@ -240,7 +240,7 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
-        """Interleaved columns from index `begin` on, or None. At least one is in `wanted`; the others have no names in `used`."""
+        """Interleaved columns from index `begin` on, or None. At least one is in `wanted`. Names in `used` occur only in such columns."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)

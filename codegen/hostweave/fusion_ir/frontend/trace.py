@@ -90,7 +90,7 @@ class Tensor:
     def named(self, name: str) -> Tensor:
         """Names the value in both IRs and in generated code. Returns the tensor.
 
-        Raises ProgramError if the tensor is an input, if the name is not an identifier, or if another value has the name.
+        Raises ProgramError if the tensor is an input, if the name is not an ASCII identifier, or if another value has the name.
 
         Example: `h = hw.relu(x @ w).named("h")`.
         """
@@ -107,16 +107,17 @@ class Tensor:
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
         """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns this tensor.
 
-        - `chunks` is the number of iterations, by default one for each index.
+        - `chunks` is the number of iterations. By default, an iteration computes one index of the dim, or one index of each shard.
         - `chunking` is `by_shard` (a chunk is a shard, or a part of one) or `across_shards` (a chunk has a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put or all_gather.
 
         The compiler chooses `chunking` and `algorithm` if they are omitted. If the rows of a shard cannot be divided equally among its
-        chunks, the last chunk is smaller, and there may be fewer chunks. Source of the order in which ranks exchange shards: ring
+        chunks, the last chunk may be smaller, and there may be fewer chunks. In loops by shard, ranks exchange shards in the order of ring
         collectives (Patarasuk and Yuan, 2009).
 
-        Raises ProgramError if an argument is invalid, if the tensor is streamed already, or if no loop can compute it. Examples are inputs,
-        results of functions, and ops that need the whole dim at once.
+        Raises ProgramError if the tensor is streamed already, or if no loop can compute the tensor. Examples are inputs, results of
+        functions, and ops that need the whole dim at once. Also raises ProgramError if `dim`, `chunks` or `chunking` is invalid;
+        `hw.compile` does so for `algorithm`.
 
         Example: `hw.matmul(x, w).stream("M", chunks=8)` with `x: [M@x, K]` on 8 ranks gathers x shard by shard, overlapped with the
         matmuls.
@@ -273,12 +274,12 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op, and returns its result. `known` has the operands that are tensors. For an op without operands, it has a tensor of
-        the trace, or is empty."""
+        """Adds an op, and returns its result. `known` has the operands that are tensors. Without operands, `known` is empty or has
+        another tensor of the trace."""
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
-            raise ProgramError(f"{kind}: the tensors belong to different fusions; make one of them an input", location)
+            raise ProgramError(f"{kind}: the tensors belong to different fusions or functions; make one of them an input", location)
         if self.is_traced:
             why = f"the function that made the tensor {known[0].type} has returned"
             raise ProgramError(f"{kind}: {why}; use the tensor in the function, or use the result of run", location)

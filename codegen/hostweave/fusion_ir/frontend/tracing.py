@@ -94,7 +94,7 @@ def traced(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Name of the function in generated code, or "" for a lambda or an object. functools.partial is unwrapped."""
+    """Name of the function in generated code, or "" if it has no name in ASCII, such as a lambda. functools.partial is unwrapped."""
     name = str(getattr(getattr(function, "func", function), "__name__", ""))
     return name if name.isidentifier() and name.isascii() else ""
 
@@ -273,9 +273,9 @@ class _Names:
     def __init__(self, given: dict[str, str]):
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
-        self.given = set(given)  # values that the user named, and results that only move their elements
+        self.given = set(given)  # values that the user named, and results of ops that only move elements of these values
         self.subjects: dict[str, str] = {}  # value -> name of the operand after which the value is named
-        self.sources: dict[str, str] = {}  # result that only moves elements -> name of the value that it moves
+        self.sources: dict[str, str] = {}  # result of an op that only moves elements -> name of the moved value
 
     def claim(self, number: str, wanted: str) -> None:
         """If a value has no name, names it `wanted`, with a number if `wanted` is taken."""
@@ -307,7 +307,7 @@ class _Names:
 
 
 def _movement(op: Op) -> str:
-    """Word for an op that only moves or casts elements, otherwise ""."""
+    """Word that follows the operand's name in the name of the result, such as "transposed", or ""."""
     if op.kind == "output":
         return op.callee.outputs[op[INDEX]] if op.callee else str(op[INDEX])
     if op.kind == "select":

@@ -111,7 +111,7 @@ def _dim(dim: int | str) -> Dim:
 
 
 def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
-    """Lines of a source, and the location of the first line: in a file, or the call."""
+    """Lines of a source, and the location of the first line. Text that is not found in the caller's file has the location of the call."""
     if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
         path = Path(source)
         try:

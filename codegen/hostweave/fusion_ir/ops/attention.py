@@ -170,7 +170,7 @@ def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> 
     scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), masks)
     largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     powers = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
-    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # at least exp(0), or 0 for a row without columns
+    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # a sum is at least exp(0), or 0 for a row without columns
     return np.matmul(powers / sums, v), (np.log(sums) + largest)[..., 0]
 
 

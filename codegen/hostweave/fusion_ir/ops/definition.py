@@ -46,7 +46,7 @@ class OpDef:
     - `infer(operand types, op)` returns the dtype and global shape of the result, or raises Mismatch.
     - `map(operand types, op)` returns the index map.
     - `numpy(np, *arrays, **attributes)` computes the op on arrays. If the op states the shape or dtype of the result (`target`), `numpy`
-      also gets `shape` or `dtype`. The `numpy` of a call also gets `run`, which evaluates the called function.
+      also gets `shape` or `dtype`. The `numpy` of a call or repeat also gets `run`, which evaluates the called function.
     """
 
     arity: int | None  # None: one or more
@@ -95,7 +95,7 @@ class OpDef:
     to_other_mesh: bool = False  # a reshard step whose result is on another mesh
 
     is_product: bool = False  # a matrix product of its first two operands, [..., m, k] and [..., k, n]
-    makes: str = ""  # for an op that only moves elements, a word for the name of its result: "transposed", as in `x_transposed`
+    makes: str = ""  # word that follows the operand's name in the name of the result: "transposed", as in `x_transposed`
     written: str = ""  # Python operator: `a + b`
     is_public: bool = False  # the public function of this op is generated from this entry
 

@@ -1,9 +1,10 @@
 """Grouped matmuls: products of groups of rows with one matrix per group.
 
-Group e consists of rows `starts[e]` to `ends[e]` - 1. The bounds are data. Groups must not overlap. If the rows are sharded, a rank has a
-part of each group, and ignores the rows of other ranks. If the groups are sharded, a rank has some of the groups.
+Group e consists of rows `starts[e]` to `ends[e]` - 1. The bounds are data. Groups must not overlap. If the rows are sharded, each rank
+computes with its own rows of each group. If the groups are sharded, a rank has some of the groups.
 
-All operands may have a leading batch dim. Each batch has separate groups and matrices. The rows may be common to all batches.
+All operands may have a leading batch dim. Each batch has separate groups and matrices. A grouped_matmul may use the same rows for all
+batches.
 """
 
 from collections.abc import Callable

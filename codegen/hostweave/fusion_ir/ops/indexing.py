@@ -1,6 +1,6 @@
 """Ops that read or write at computed indices, and ops that need whole rows, such as cumulative sums and sorting.
 
-An op whose operands are indices has an operand `rows` for each indexed dim: the global indices that the rank holds. The dim may be
+An op with indices as operands also has an operand `rows` for each indexed dim: the global indices that the rank holds. The dim may be
 sharded: at indices of other ranks, `take` reads zeros, and writes are omitted.
 """
 

@@ -131,8 +131,8 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
     """Mesh axes with which the result of a reshape needs no communication: [8@y,x] becomes [2@y, 4@x]. None if there are no such axes.
 
-    The axes exist if three conditions hold in both shapes, for each group of merged or split dims: the last sharded dim is split evenly, a
-    rank holds a single index of each dim before it in the group, and no dim is sharded in zigzag.
+    The axes exist if three conditions hold for each group of merged or split dims, both in x and in the result. No dim is sharded in
+    zigzag. The last sharded dim is split evenly. A rank holds one index of each dim before the last sharded one.
     """
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
