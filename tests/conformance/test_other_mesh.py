@@ -152,7 +152,7 @@ def test_ints_that_ranks_share_unevenly(rows: int) -> None:
 
 
 def test_a_size_that_ranks_must_share_evenly() -> None:
-    """A chunk loop over M needs even shards, so M is sharded evenly in the whole program. Moves between meshes then use routes for even shards."""
+    """A chunk loop over M needs even shards. Moves of the same program then use routes for even shards."""
     mesh = Mesh(x=5)
     two, three = mesh.ranks([0, 1]), mesh.ranks([2, 3, 4])
 

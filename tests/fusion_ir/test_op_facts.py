@@ -40,7 +40,7 @@ def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.T
 
 
 HEADS = {"q": hw.f32[2, "H", "S", 8], "k": hw.f32[2, "H", "T", 8], "v": hw.f32[2, "H", "T", 8], "bias": hw.f32["H", "S", "T"]}
-# In EXAMPLES, the cast to i32 is not linear, and the pad of both dims leaves no dim to share.
+# In EXAMPLES, the cast to i32 is not linear, and the pad of both dims leaves no dim that ranks can share.
 OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {
     "astype": lambda x: hw.astype(x, hw.f32),
     "pad": lambda x: hw.pad(x, (1, 2), value=7),
@@ -181,7 +181,7 @@ def expect_shared(case: Case) -> int:
         ]
         if any(part is None for block in blocks for part in block):
             continue  # A dim of odd size cannot be halved.
-        if case.op.kind in GROUPED and label == "t":  # Groups count rows of all ranks, so a rank needs the index of its first row.
+        if case.op.kind in GROUPED and label == "t":  # Groups are bounded by global row numbers, so a rank needs that of its first row.
             blocks = [[*block, rank * len(block[0])] for rank, block in enumerate(blocks)]
         whole = case.run(case.operands[0])
         if label in indices.result:
