@@ -45,7 +45,7 @@ host @f(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) -> (%y: f32[S] in %x,
     with pytest.raises(ProgramError, match=r"nothing writes bytes .* of the output %y"):
         check_host(unwritten)
     for wrong, message in {
-        "%sum: f32[] in %x": r"%x is f32\[S\]: give them the same dims",
+        "%sum: f32[] in %x": r"%x is f32\[S\]: give them the same dtype, mesh and dims",
         "%sum: f32[] in %sum": "only an output may be in an input: write one of",
     }.items():
         with pytest.raises(ProgramError, match=message):

@@ -29,7 +29,7 @@ PEER = hw.Options(transport="peer")
 
 @cache
 def shared(ranks: int) -> tuple[Any, hw.Program]:
-    """Program that gathers an input, an output, and the weights of a function that is called twice."""
+    """Returns a fusion and its program, which gather an input, an output, and the weights of a function with two calls."""
 
     @hw.block(x=hw.f32["M", "K"], w=hw.f32["K@x", "K"])
     def layer(x, w):  # type: ignore[no-untyped-def]
@@ -210,14 +210,14 @@ def message_of(ranks: int, mistake: Any, error: type[Exception] = ArgumentError)
 
 
 WRONG = {
-    "a name": (
+    "a text": (
         lambda group: group.empty("ab", hw.f32),
         "shape='ab' is not a tuple of ints of at least 0; pass the shape of this rank's array",
     ),
-    "a part": (lambda group: group.empty((2, -1), hw.f32), "shape=(2, -1) is not a tuple of ints of at least 0"),
-    "nothing": (lambda group: group.empty(None, hw.f32), "shape=None is not a tuple of ints of at least 0"),
+    "a negative size": (lambda group: group.empty((2, -1), hw.f32), "shape=(2, -1) is not a tuple of ints of at least 0"),
+    "no shape": (lambda group: group.empty(None, hw.f32), "shape=None is not a tuple of ints of at least 0"),
     "a dtype of NumPy": (lambda group: group.empty(3, np.float32), "is not a dtype of Hostweave; pass one such as hw.f32 or hw.bf16"),
-    "a target": (lambda group: group.empty(3, hw.f32, target="rocm"), "there is no target 'rocm'; the targets are cpu and cuda"),
+    "an unknown target": (lambda group: group.empty(3, hw.f32, target="rocm"), "there is no target 'rocm'; the targets are cpu and cuda"),
 }
 
 

@@ -88,8 +88,8 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, exchang
             np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
-    # At the first call, ranks exchange the program, the arrays, and with "memory" their shared memory. Later, the ranks compare sizes in
-    # this memory. With "store", the ranks exchange the sizes at the first call, and whenever sizes change.
+    # The first call gathers the program and the arrays, and with "memory" also the ranks that have mapped the shared memory. Later calls
+    # compare sizes in this memory. With "store", the first call and each call that changes sizes gather the sizes.
     assert len(gathered) == exchanges * RANKS
 
 
@@ -131,7 +131,7 @@ def test_a_call_that_exceeds_its_time_limit_is_reported_with_all_ranks(capsys: p
 
 def test_a_rank_sends_its_message_before_it_aborts_its_channels() -> None:
     """A rank that closes its group tells the other ranks before it frees its channels. NCCL may block until the other ranks abort their
-    channels. They abort only after the message."""
+    channels, which they do only after the message."""
 
     def rank(group: hw.Group) -> list[int]:
         class Channel:
@@ -207,7 +207,7 @@ def test_an_overdue_call_is_reported_rather_than_a_silent_store(is_late: bool) -
     assert reason.startswith("group 'default': rank 1: call 2 of twice is not done" if is_late else "group 'default': the store does not")
 
 
-@pytest.mark.parametrize("what", ["a call", "an exchange", "check", "close"])
+@pytest.mark.parametrize("what", ["a call", "a gather", "check", "close"])
 def test_time_limits_apply_if_the_store_does_not_answer(what: str) -> None:
     store, program = Stopped(), hw.compile(twice)
     provider = hw.Threads(2)

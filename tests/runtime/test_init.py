@@ -346,7 +346,7 @@ def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int,
 
 
 def test_an_interrupted_call_informs_the_other_ranks() -> None:
-    """The group has one rank. It reports the interrupt in later calls, although KeyboardInterrupt has no text."""
+    """The group has one rank, and later calls report the interrupt, although KeyboardInterrupt has no text."""
     group = hw.init(hw.Threads(1))
 
     def interrupted() -> None:

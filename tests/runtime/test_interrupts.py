@@ -30,8 +30,8 @@ TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 
 def interrupt_at_random_moments(what: str, to: str, count: int, target: str = "cpu") -> None:
-    """Interrupts work in another process. With "process", only that process gets the signal, as from Jupyter. With "group", its compilers
-    also get the signal, as from a terminal."""
+    """Runs a process that interrupts its own work. With "process", only this process gets the signal, as from Jupyter. With "group", its
+    compilers also get the signal, as from a terminal."""
     command = [sys.executable, str(SCRIPT), what, to, "0", str(count), target]
     done = run(command, env=environment(), timeout=550, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr

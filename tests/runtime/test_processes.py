@@ -27,7 +27,8 @@ from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
 NOTICED = 4  # Time limit in seconds to notice a lost rank. The documentation says about one second, but other tests slow the machine down.
-ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with sends and recvs, with puts, and with chosen puts
+# Programs with sends and recvs, with puts, and with puts that Options.choices selects.
+ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"
 
 
 @dataclass(frozen=True)

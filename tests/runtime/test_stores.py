@@ -449,7 +449,7 @@ def test_two_processes_of_one_rank() -> None:
     assert refused.startswith("hw.init: group 'default', rank")
 
 
-# --- meetings ---------------------------------------------------------------------------------------------------------
+# --- gathers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["store", "threads"])

@@ -1,7 +1,7 @@
 """`Options(tune=True)` with ranks that are processes.
 
-Ranks exchange algorithms when they first make plans. Later, ranks exchange algorithms only if the program communicates and all ranks
-prepare new sizes.
+Ranks share algorithms when they first make plans. Later, ranks share algorithms only if the program communicates and all ranks prepare
+new sizes.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ print("done", sorted(algorithm[0] for algorithm in program.module.measured_algor
 
 
 def test_only_one_rank_binds_new_arrays(tmp_path: Path) -> None:
-    """The ranks then exchange nothing. The test has a separate cache, without measurements of other tests."""
+    """The ranks then share nothing. The test has a separate cache, without measurements of other tests."""
     assert on_two_ranks(SCRIPT, "two_sided", HOSTWEAVE_CACHE=str(tmp_path)) == [["done [2, 2, 2]"], ["done [2, 2]"]]

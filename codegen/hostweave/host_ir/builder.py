@@ -41,9 +41,9 @@ class Builder:
         self.location: Location | None = None  # location of the op that is being lowered
         self.mesh: Mesh | None = None  # mesh of the current `on` body
         self.hoists_views = True  # False in a loop that several meshes execute: views must not move before the loop
-        # Copies of the current asynchronous communication that may run on another stream. None: copies are not collected.
+        # Copies of the current asynchronous communication that may run on another stream. None: copies are emitted at once.
         self.aside: list[tree.Instruction] | None = None
-        # Functions that emit sums of terms of the current asynchronous communication. A late sum can fuse with the kernel that reads it.
+        # Functions that emit sums of the current asynchronous communication, to fuse with later kernels. None: sums are emitted at once.
         self.sums: list[Callable[[], None]] | None = None
         self._used_names: set[str] = set()
         self._indices: list[str] = []  # names of loop indices, by loop depth

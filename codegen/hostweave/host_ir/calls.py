@@ -15,7 +15,7 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
     """Every function as a separate program, callees before callers, then the main program. If there are functions, each program declares
-    only the kernels and uneven sizes that it needs, and the events that it or an earlier program needs."""
+    only the kernels and uneven sizes that it needs, and the events that it and earlier functions need."""
     if not program.functions:
         return (program,)
     parts = [

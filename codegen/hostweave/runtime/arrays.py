@@ -25,7 +25,8 @@ class ArrayLibrary(Protocol):
     gives_copies: bool = False  # True if `give` may copy; the caller then does not see later writes
 
     def accept(self, array: Array) -> Array:
-        """Returns the array in the form that the other methods take, if possible without a copy. Raises TypeError with a reason."""
+        """Returns the array in the form that the other methods take, if possible without a copy. Raises TypeError with the reason if a
+        program cannot use the array."""
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:

@@ -116,7 +116,7 @@ class Checker:
             if parameter in self.program.inputs or parameter.memory not in inputs:
                 self.fail(f"{here}: only an output may be in an input: write one of {', '.join(map('%{}'.format, inputs))}")
             if not parameter.type.fills(inputs[parameter.memory]):
-                self.fail(f"{here}: %{parameter.memory} is {inputs[parameter.memory]}: give them the same dims")
+                self.fail(f"{here}: %{parameter.memory} is {inputs[parameter.memory]}: give them the same dtype, mesh and dims")
             if parameter.memory in reused:
                 self.fail(f"{here}: another output uses the same input: name a separate input for each")
             reused.add(parameter.memory)
