@@ -63,7 +63,7 @@ def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
 
 def expect(module: nn.Module, *how: str) -> None:
     """Compares the result with the module's. `how` has one entry per layer: the index of the equal layer whose trace is used, or a part of
-    the reason why the layer itself was traced."""
+    the reason for a separate trace."""
     y, found = computed(module)
     with torch.no_grad():
         torch.testing.assert_close(y, module(X), rtol=0, atol=0)

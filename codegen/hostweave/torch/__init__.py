@@ -74,8 +74,8 @@ def compile(
       PrepareModuleInput.
 
     All other shardings are inferred. A parameter that is a DTensor is sharded already. Outputs are replicated, unless the plan names the
-    module that returns them. If the same axis shards a parameter and the first dim of an input, the parameter is gathered before use,
-    unless the axis is named tp.
+    module that returns them. An axis other than tp may shard both a parameter and the first dim of an input. The parameter is then gathered
+    along this axis before use.
 
     A module that `fully_shard` prepared needs no plan. Unless the plan states inputs, `example_inputs` are then the inputs of one rank.
     Inputs with as many rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is over the rows of all
@@ -112,7 +112,7 @@ def compile(
     each rank stores only the state of its stages.
 
     Raises ProgramError for invalid arguments, for a plan that does not fit the module, and for a module that cannot be compiled. If ops are
-    not supported, the error lists all of them, with the lines that use them.
+    not supported, the error lists all of them, each with the first line that uses it.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """

@@ -298,7 +298,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 @cache
 def before_derivatives() -> dict[Any, Callable[..., Any]]:
     """Rules for ops that are decomposed before differentiation, as in torch. Ops with a custom derivative are decomposed later, because the
-    derivative of a decomposed op may be wrong: that of softplus is NaN if exp(x) overflows."""
+    derivative of a decomposed op may be wrong. For example, that of softplus is NaN if exp(x) overflows."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     composed = COMPOSED.keys() - linalg.DERIVED - special.DERIVED
     return {op: rule for op, rule in decompositions().items() if op in composed or op.has_kernel_for_dispatch_key(composite)}

@@ -181,8 +181,8 @@ class Generation:
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
-        """Runs a call of a rank. The first call for a token after a prompt captures a graph, unless all ranks can launch their previous
-        graph, or the program checks values. Later calls launch the graph if their arguments fit."""
+        """Runs a call of a rank. The first call for a token after a prompt launches the previous graph if all ranks can do so. Otherwise it
+        captures a graph. A program that checks values is not captured. Later calls launch the graph if their arguments fit."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)

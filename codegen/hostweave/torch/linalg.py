@@ -40,8 +40,8 @@ def _first(failed: list[Any]) -> Any:
 
 
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
-    """Solves a x = b. Up to `_ROWS` rows are substituted one by one, so an infinity or NaN in a row of b reaches only rows that depend on
-    this row, as in torch. Larger matrices are inverted, because substitution needs a kernel per row."""
+    """Solves a x = b. Up to `_ROWS` rows are substituted one by one. As in torch, an infinity or NaN in a row of b then reaches only rows
+    that depend on this row. Larger matrices are inverted, because substitution needs a kernel per row."""
     n = a.shape[-1]
     if n > _ROWS:
         return torch.matmul(_inverse(a.mT, unit).mT if upper else _inverse(a, unit), b)

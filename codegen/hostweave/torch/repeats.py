@@ -1,8 +1,8 @@
 """Traces equal layers once. torch.export traces the first layer, and records each later one as one op. After decomposition, a copy of the
 first layer's nodes replaces this op.
 
-Two modules of a list are equal under three conditions: they have the same structure; all attributes that the first module reads are equal;
-both are called with equal arguments, in the same grad and autocast modes. The values of tensors may differ.
+Two modules of a list are equal if they have the same structure, and equal values of all attributes that the first module reads. Both must
+be called with equal arguments, in the same grad and autocast modes. The values of tensors may differ.
 """
 
 from __future__ import annotations

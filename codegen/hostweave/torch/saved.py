@@ -65,8 +65,8 @@ def save_compared(whole: GraphModule, backward: GraphModule) -> bool:
 
 
 def _splits(view: Any) -> bool:
-    """True if the backward pass can recompute a view without a copy. False for a reshape of another view that may merge dims, and for an
-    expansion, such as the bias of a mask, which layers may share."""
+    """True if the backward pass can recompute a view without a copy. False for a reshape of another view that may merge dims. Also
+    False for an expansion, because layers may share the expanded tensor, such as the bias of a mask."""
     if op_of(view) != "view.default":
         return op_of(view) != "expand.default"
     shape, given = view.meta["val"].shape, view.args[0].meta["val"].shape

@@ -142,8 +142,8 @@ class TrainingStep(Differentiated):
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """Returns, in this order: the gradient norm if gradients are clipped, the number of gradient elements that are not finite if
-        gradients are scaled, and the new parameters and state."""
+        """Returns the new parameters and state. Before these come the gradient norm if gradients are clipped, and then the number of
+        gradient elements that are not finite if gradients are scaled."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updates.parameters, gradients, strict=True)]
         norm, found_odd = list[hw.Tensor](), list[hw.Tensor]()
