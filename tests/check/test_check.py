@@ -299,7 +299,7 @@ copy %own -> %y
 }
 """
     check(host_text.parse(UNEVEN + body), {"M": rows})
-    if rows > 3:  # %own is then the block of another rank.
+    if rows > 3:  # With offset 0, %own is the block of rank 0 on all ranks.
         with pytest.raises(ProgramError, match="writes %b over the bytes of %own that it reads"):
             check(host_text.parse(UNEVEN + body.replace("rank.x * ceil(M/3)", "0")), {"M": rows})
 

@@ -1,4 +1,4 @@
-"""Messages of the verifier and the check about windows, puts and signals. Each program has one fault."""
+"""Messages of the verifier and the check about windows, puts and signals."""
 
 from __future__ import annotations
 

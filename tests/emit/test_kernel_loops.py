@@ -200,7 +200,7 @@ def squares_and_sums(x, scales):
 
 @pytest.mark.parametrize("function", [scaled_sums, squares_and_sums])
 def test_columns_are_reduced_by_tiles_with_other_operands(function: Any) -> None:
-    """The kernel reads x along its rows, even if other operands are contiguous along the columns of x."""
+    """The kernel reads x along the rows of x, even if other operands are contiguous along the columns of x."""
     text = kernels(function, x=hw.bf16["M", 4096], scales=hw.bf16["M"])
     assert "hw::over_columns<kWidth>(4096)" in text
     assert "over_blocks" not in text

@@ -1,4 +1,4 @@
-"""The comment in `prepare` lists buffers that may share bytes. The tests compare it with the live ranges that the function records."""
+"""The comment in `prepare` lists buffers that may share bytes. The test compares this list with the live ranges that `prepare` records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants of the host IR between passes. If a pass violates an invariant, the error names the pass and the violation."""
+"""Invariants of the host IR between passes. If a pass violates an invariant, lowering raises ProgramError."""
 
 from __future__ import annotations
 

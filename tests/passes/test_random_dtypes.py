@@ -1,4 +1,4 @@
-"""Random programs with values of several dtypes: narrow floats and ints, 8-bit floats and bools.
+"""Random programs with values of several dtypes: floats of 8 to 32 bits, ints and bools.
 
 All values are small ints, so that results are exact. Sizes are often 1, or smaller than the number of ranks. Two of three programs state
 typical sizes.
@@ -44,7 +44,7 @@ def _padded(g: Generator, t: hw.Tensor) -> hw.Tensor:
 
 
 def _product(g: Generator, t: hw.Tensor) -> hw.Tensor:
-    """Matmul of small ints in 16-bit floats, or of 8-bit floats with scales."""
+    """Matmul of small ints in floats of 16 or 32 bits, or of 8-bit floats with scales."""
     x = _small(g, hw.reshape(t, t.shape[0], -1), FLOATS)
     if g.random.random() < 0.5:
         return hw.minimum(x @ g.resharded(x).T, 2)

@@ -52,7 +52,7 @@ CONSTANTS: tuple[MakeOp, ...] = (_full, _zeros_beside, _numbered, _shared_out, _
 
 
 class Edges(Donating):
-    """Generates programs on three meshes of the same ranks. Sizes are symbolic, and several sizes are 0, 1 or the number of ranks."""
+    """Generates programs on three meshes of the same ranks. Sizes are symbolic: 0, 1, or close to the number of ranks."""
 
     def __init__(self, seed: int):
         super().__init__(seed)

@@ -1,7 +1,10 @@
 """Finds communications of one rank that must be ordered but are not.
 
-Three kinds must be ordered: communications on different channels that occupy multiprocessors, such communications on one channel if a
-generated kernel does one of them, and all signals and waits of a rank.
+Three kinds must be ordered on a rank:
+
+- communications on different channels, if they occupy multiprocessors
+- communications on one channel that occupy multiprocessors, if a generated kernel does one of them
+- all signals and waits
 
 Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for peers
 can then deadlock. Unordered kernels that exchange data on one channel share two slots of memory, and could overwrite data there.

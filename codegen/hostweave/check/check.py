@@ -37,12 +37,12 @@ def check(
 
     Raises ProgramError if any rank has one of these faults:
 
-    - Two accesses of the same bytes, at least one of them a write, are not ordered by streams, events, signals or arriving data. Accesses
-      of the caller before and after the call count. Accesses of one instruction, or of one `group`, count as unordered, unless the
-      instruction may overwrite its operand in place.
+    - Two accesses of the same bytes, at least one of them a write, are not ordered by streams, events, signals or arriving data. The caller
+      also accesses inputs and outputs, before and after the call. Accesses of one instruction, or of one `group`, count as unordered,
+      unless the instruction may overwrite its operand in place.
     - Memory is freed while it is in use, used after it was freed, or reused before its last use has provably ended.
     - A communication has no match on another rank, or matching communications differ.
-    - Two communications of a rank that occupy multiprocessors are unordered, unless a library orders them on one channel.
+    - Two communications that occupy multiprocessors are unordered on a rank, unless a library orders them on one channel.
     - An index, a slice or a peer is out of range.
     - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.

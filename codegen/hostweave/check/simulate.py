@@ -24,7 +24,7 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes, share
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, strides_of
 
-MAX_STEPS = 2**16  # most iterations of all loops of one rank
+MAX_STEPS = 2**16  # largest total number of iterations of a rank's loops
 
 
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
@@ -105,7 +105,7 @@ class _Binder:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
     def nested(self, body: tree.Body) -> list[SimulationStep]:
-        """Binds a body, and a deallocate for each allocation of the body and of its `on` bodies that the body does not free."""
+        """Binds a body. Adds a deallocate for each buffer that the body or one of its `on` bodies allocates and does not free."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
         return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 

@@ -64,7 +64,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """Number of calls of a repeat to check. It is odd if `count` is odd. Every constant index into a parameter group is valid."""
+    """Number of calls of a repeat to check. It is odd if `count` is odd. Constant indices into parameter groups are less than it."""
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -92,7 +92,7 @@ def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] 
 
 @ir.analysis
 def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
-    """Sizes with their smallest values: all slices fit, and all sums and divisors of means are positive."""
+    """Sizes, each with the smallest value at which slices fit, and sums and divisors of means are positive."""
     lower_bounds = [(size, 0) for size in not_negative(program)]
     lower_bounds += [(op[COUNT], 1) for kernel in program.kernels for op in kernel.ops if COUNT.name in dict(op.attributes)]
     lower_bounds += [(size, 1) for size in all_sizes(program) if any(isinstance(factor, Sum) for factor in size.factors)]

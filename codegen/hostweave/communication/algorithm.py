@@ -38,7 +38,7 @@ class Algorithm:
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
     rotation: str | None = None  # see `ChunkLoop`
     max_streams: int | None = None  # most streams on which iterations run; None: `Options.streams`
-    chunks_to_try: tuple[int, ...] = ()  # numbers of chunks that the cost model tries: per shard, or across shards
+    chunks_to_try: tuple[int, ...] = ()  # numbers of chunks that the cost model tries; in a loop by shard, per shard
     chunking: ClassVar[str] = "by_shard"
 
     @property

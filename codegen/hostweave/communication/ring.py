@@ -91,7 +91,8 @@ class _RingReduceScatter(_ForwardingRing):
 
     @property
     def adds(self) -> str:
-        """Result of the matmul that computes the terms, before views. Raises ProgramError if the loop has no such matmul of floats."""
+        """Name of the result of the matmul that computes the terms. The terms may be views of this result. Raises ProgramError if the loop
+        has no such matmul of floats."""
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.made[name]

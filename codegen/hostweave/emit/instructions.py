@@ -83,7 +83,7 @@ class Emitter:
                 self.comments = before
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """Source line, as a comment, of the first instruction that does work. If an op of the instruction's kernel has the same line, the
+        """Source line, as a comment, of the first instruction that does work. If an op of a launched kernel has this line, returns the
         lines of all ops of the kernel."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())

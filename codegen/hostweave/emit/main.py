@@ -41,7 +41,7 @@ class SampleTensor:
     cpp: str
     dtype: str
     dims: str
-    twin: str  # C++ of the first rank with the same shard, or of rank r if there is no formula; rank r compares its shard with this rank
+    twin: str  # C++ of the rank whose shard rank r compares with: the first rank with the same shard, or r itself if there is no formula
     on: str  # C++ condition: rank r has a shard
 
 
