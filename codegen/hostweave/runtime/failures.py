@@ -147,7 +147,7 @@ class FallibleGroup:
         return None
 
     def number(self, sizes: StartedCalls) -> int:
-        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
+        """Assigns a number by which other ranks refer to the sizes of a program."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number
@@ -159,7 +159,7 @@ class FallibleGroup:
             self._send(lambda: self.coordinator.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message if another rank waits in a gather that this rank will not join, because this rank has begun the next call, or None."""
+        """Message if another rank waits in a gather, but this rank has begun the call without joining the gather. Otherwise None."""
         if (announced := self.coordinator.announced()) is None:
             return None
         gather_number, text = announced
