@@ -38,7 +38,7 @@ class BlockWriter(OpRewriter):
         weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift), word="weights"), sums)
         weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
         weighted = self.make("multiply", self.make("astype", blocks), weights)
-        # `join_blocks_of_keys` computes a block without valid keys with one key, so the result may be NaN
+        # `join_blocks_of_keys` computes a block without valid keys with one key, so the block's result may be NaN
         weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)
         self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), self.op.result, location=self.op.location))
 

@@ -131,7 +131,7 @@ def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardS
 def plan(
     source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int], location: Location | None
 ) -> tuple[ReshardStep, ...]:
-    """Steps from one layout to another that move the fewest bytes, in each reshard of `in_rank_order`.
+    """Steps from one layout to another: for each reshard of `in_rank_order`, the steps that move the fewest bytes.
 
     If several sequences move equal bytes, prefers fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims. Raises ProgramError if
     there is no sequence.

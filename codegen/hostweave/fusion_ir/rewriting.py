@@ -57,7 +57,7 @@ def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
 
 
 def without_loops(fusion: Fusion) -> Fusion:
-    """Replaces chunk loops by streams, from which `choose_overlap` forms loops again. Loops over a gathered value get no stream."""
+    """Replaces chunk loops by streams, from which `choose_overlap` forms loops again. Ops of a loop over a gathered value get no stream."""
 
     def streamed(op: Op, loop: ChunkLoop) -> Op:
         given, chunks = op.result.walked, None if loop.drops_dim else int(loop.steps)
@@ -110,7 +110,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
         return replace(body, inputs=inputs, body=tuple(replace(op, attributes=attributes_of(op, types)) for op in ops))
 
     def attributes_of(op: Op, types: Mapping[str, TensorType]) -> tuple[tuple[str, AttributeValue], ...]:
-        """Replaces known sizes by ints and, if the dim's size is an int, an index from the end by one from the start."""
+        """Replaces known sizes by ints, and negative indices by the equivalent indices from the start if the dim's size is an int."""
         made = {name: value.at(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
         if first := {"select": INDEX, "slice": START}.get(op.kind):
             size = types[op.tensors[0]].shape[op[AXIS]]

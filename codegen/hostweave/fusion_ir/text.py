@@ -97,7 +97,7 @@ def parse_op(
     functions: Mapping[str, Fusion] = MappingProxyType({}),
     user_kernels: Mapping[str, UserKernel] = MappingProxyType({}),
 ) -> Op:
-    """Parses an op. `known` has the names that operands may have, or is None for any."""
+    """Parses an op. `known` has the names that operands may have. None allows any name."""
     location = Location("text", reader.line())
     result = parse_value(reader)
     reader.expect("=")

@@ -66,7 +66,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 
 
 def _once(verify: Callable[..., None], op: Op, types: dict[str, TensorType], *context: object) -> None:
-    """Verifies an op, unless the op has passed with equal operand types and context. Then defines its result."""
+    """Verifies an op, unless the op has passed with equal operand types and context. Always defines the op's result."""
     fact(op, verify, ([types.get(name) for name in op.tensors], context), verify, op, types, *context)
     _define(op.result, types, op.location)
 

@@ -22,8 +22,8 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     Letters that are missing in the result are summed over. Without `->` the result has the letters that occur once, in alphabetical order.
     More than two operands are multiplied from left to right.
 
-    One matmul contracts all letters that two operands share and that are summed over. The dtypes are then those of `hw.matmul`. If a
-    contracted dim is sharded, the result is a partial sum.
+    One matmul contracts all letters that two operands share and that are summed over. The supported dtypes are then
+    those of `hw.matmul`. If a contracted dim is sharded, the result is a partial sum.
 
     Raises ProgramError if `subscripts` is invalid or does not fit the operands. An ellipsis, and a letter that occurs twice in one operand,
     are not supported.
@@ -51,8 +51,8 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
     """Sum of products over some dims of a and b, as in numpy.tensordot. The result has the other dims of a, then those of b.
 
     If `axes` is a number n, the last n dims of a are paired with the first n dims of b. Otherwise `axes` has dims of a, and dims of b in
-    the same order, by index or name. One matmul contracts all these dims. The dtypes are those of `hw.matmul`. If a contracted dim is
-    sharded, the result is a partial sum.
+    the same order, by index or name. One matmul contracts all these dims. The supported dtypes are those of `hw.matmul`. If a
+    contracted dim is sharded, the result is a partial sum.
 
     Raises ProgramError if paired dims differ in size, or if `axes` does not pair dims of a with dims of b.
 

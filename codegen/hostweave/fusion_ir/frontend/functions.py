@@ -30,7 +30,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also written `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. A matmul of ints is much slower than one of floats, because no library computes it.
+    wrap around. A matmul of ints is much slower than one of floats, because cuBLASLt does not compute it.
 
     If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce, or a reduce-scatter if a `reshard` shards the
     result.
@@ -367,7 +367,7 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
     The dim is divided into as many equal blocks as there are sources.
 
-    Raises ProgramError if `sources` are not different indices of blocks or None, or if their number does not divide the dim.
+    Raises ProgramError if `sources` names a block twice or one that does not exist, or if the number of sources does not divide the dim.
 
     Example: on 4 ranks, `hw.collective_permute(x, "M", [3, 0, 1, 2])` sends each shard to the next rank of a ring.
     """

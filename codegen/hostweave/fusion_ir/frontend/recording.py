@@ -57,7 +57,7 @@ def record(
     written: str = "",
     **values: AttributeValue,
 ) -> Tensor:
-    """Records an op and returns its result. `target` is the stated type of the result, or a part of it.
+    """Records an op and returns its result. `target` states the type of the result, or some of the type's properties.
 
     An op without operands is recorded in the trace of `beside`, or of the function that is being traced. `written` is the name of such an
     op in error messages, by default `kind`.

@@ -59,9 +59,10 @@ def kernel(
     - a dim such as "M@x" or "N" becomes its local size, an int64_t;
     - a Python number is passed unchanged.
 
-    Tensors keep a sharding that an input's type or a `reshard` states. Other tensors are gathered first. `grid` is the number of elements:
-    a dim, or the product of several dims. A thread block has `block` threads and handles `per` elements, so there are `ceil(grid / per)`
-    thread blocks.
+    Tensors keep a sharding that an input's type or a `reshard` states. Other tensors are gathered first.
+
+    `grid` is a dim or several dims. The product of their local sizes is the number of elements. A thread block has `block` threads and
+    handles `per` elements, so there are `ceil(elements / per)` thread blocks.
 
     On the CPU target, one thread runs the kernel. `cpu` is the text or path of C++ for this target, with a function of the same name and
     parameters. Without `cpu`, `source` is compiled for both targets. The source may then use hostweave/kernel.h, such as hw::over_grid, but

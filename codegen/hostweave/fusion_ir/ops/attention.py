@@ -126,8 +126,8 @@ def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> s
 
 
 def _map(types: Types, op: Op) -> IndexMap:
-    """Index map. Ranks can split batch, heads, rows (unless packed), and the last dim of the values. Ranks can split keys only in blocks.
-    Loops can iterate only over blocks, because masks depend on the positions of rows, and query heads may share a key head."""
+    """Index map. Ranks can split batch, heads, rows (unless packed), and the last dim of the values. Ranks can split keys only if the op
+    has blocks. Loops can iterate only over blocks, because masks depend on the positions of rows, and query heads may share a key head."""
     block: Labels = ("t",) if _blocks(op) else ()
     of_keys = block[0] if block else None
     batch = numbered(types[0].shape[:-3], "b")

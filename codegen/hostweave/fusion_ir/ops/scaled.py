@@ -60,7 +60,7 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """Index map (m, k), (k, n) -> (m, n). Dims with block scales are in `outer`, but a single block has no label."""
+    """Index map (m, k), (k, n) -> (m, n). Dims with block scales are in `outer`, but a dim of a single block has no label."""
     kind, operands = scaling(*(type.shape for type in types)), (("m", "k"), ("k", "n"))
     dims = [
         (label, of, have)
