@@ -21,7 +21,8 @@ MAX_TIME_RATIO = 0.97  # largest accepted ratio of the predicted times of the ne
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
-    """Orders ops by list scheduling if the options allow it, no op is in a chunk loop, and the cost model predicts a gain."""
+    """Orders ops by list scheduling if there are moves between meshes and no chunk loops, the options allow it, and the cost model predicts
+    a gain."""
     streamed = any(op.result.stream for op in fusion.ops)
     is_kept = options.overlap == "off" or options.stages == "as_written" or streamed
     if is_kept or not any(op.kind in TO_OTHER_MESHES for op in fusion.ops):

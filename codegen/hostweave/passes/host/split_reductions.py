@@ -1,4 +1,4 @@
-"""Splits a large reduction with few results into two kernels. Many thread blocks then share the rows.
+"""Splits a large reduction of several dims to few results into two kernels. Many thread blocks then share the rows.
 
     launch @sum_y %x -> %y
 
