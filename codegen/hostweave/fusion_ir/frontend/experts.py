@@ -158,9 +158,9 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     The mesh axes `axes` have R ranks. The tokens and the E = `num_experts` experts are split over these ranks: rank r has the experts from
     r * E/R to (r + 1) * E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
 
-    A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. Beyond the capacity, choices of
-    the destination's highest-numbered experts are dropped first and, among these, choices of the last tokens first. The host never reads
-    the counts.
+    A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. Beyond the capacity, choices of the
+    destination's highest-numbered experts are dropped first. Among choices of one expert, those of the last tokens are dropped first. The
+    host never reads the counts.
 
     Raises ProgramError for other shapes or dtypes of `experts`, for axes that the mesh lacks, or if R does not divide the number of
     experts. With a capacity, R must also divide the number of tokens.

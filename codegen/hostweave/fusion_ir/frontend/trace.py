@@ -107,7 +107,8 @@ class Tensor:
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
         """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns this tensor.
 
-        - `chunks` is the number of iterations. By default, an iteration computes one index of the dim, or one index of each shard.
+        - `chunks` is the number of iterations. By default, an iteration computes one index of the dim, or across shards one
+          index of each shard.
         - `chunking` is `by_shard` (a chunk is a shard, or a part of one) or `across_shards` (a chunk has a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put or all_gather.
 
