@@ -1,4 +1,4 @@
-"""Times of calls on all GPUs of this machine, with one torch.distributed process per GPU. Without a GPU, the processes use CPUs."""
+"""Times of calls on GPUs of this machine, with one torch.distributed process per GPU. Without a GPU, the processes use CPUs."""
 
 from __future__ import annotations
 

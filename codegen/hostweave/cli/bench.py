@@ -39,7 +39,7 @@ def benchmark_list() -> Iterator[dict[str, str | bool]]:
 
 
 def bench(names: Sequence[str]) -> int:
-    """Runs the named benchmarks, by default all that this machine can run, except `figures`, which runs most others. Returns the last
+    """Runs the named benchmarks. The default is all that this machine can run, except `figures`, which runs most others. Returns the last
     non-zero exit status, or 0."""
     status = 0
     chosen, begin = names or [name for name in benchmark_names() if name != RUNS_ALL], perf_counter()

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     program.add_argument("--transport", choices=TRANSPORTS, default="auto", help="transport of bytes between ranks (default auto)")
     program.add_argument("--streams", type=int, default=4, help="most CUDA streams of a chunk loop (default 4)")
     target.add_argument("--target", choices=NAMES, default="cpu", help="target (default cpu)")
-    as_json.add_argument("--json", action="store_true", help="print JSON, for scripts; for bench with --list, for cache with list or size")
+    as_json.add_argument("--json", action="store_true", help="print JSON for scripts; bench needs --list, and cache needs list or size")
 
     demo = add("demo", _demo, "Compile an example, run it on all ranks, compare with NumPy and show the generated loop.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")

@@ -188,8 +188,7 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
-    """The program with numbered lines, and the offsets of its buffers. Sizes that are not given are 4096, rounded up to a size that divides
-    as required."""
+    """The program with numbered lines, and the offsets of its buffers. Sizes that are not given are those of `default_sizes`."""
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"
         raise HostweaveError(

@@ -66,7 +66,7 @@ def _copies_to_donated(host: ir.HostProgram, sizes: Sizes) -> Iterator[tuple[Loc
     for copy, count in _copies(host.body, sizes, 1):
         if copy.dst in donated:
             text = (
-                f"%{donated[copy.dst]} is donated, but is read after %{copy.dst} is computed or in the same loop, so the result is copied"
+                f"%{donated[copy.dst]} is donated, but is read after %{copy.dst} is computed, or in the same loop, so the result is copied"
             )
             yield copy.location, f"{text}; read it earlier", count * _bytes(types[copy.dst], sizes)
 

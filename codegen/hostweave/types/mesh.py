@@ -137,7 +137,7 @@ class Mesh:
         return number
 
     def process_group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only along `axes`, in row-major order of `axes` as given."""
+        """`rank` and the ranks that differ from it only along `axes`, in row-major order of `axes` as given."""
         indices = [self.all_ranks.index(rank) - sum(self.coordinate(rank, axis) * self._strides[axis] for axis in axes)]
         for axis in axes:
             indices = [index + i * self._strides[axis] for index in indices for i in range(self.axis_size(axis))]
