@@ -111,7 +111,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Name of the traced function."""
+        """Name of the traced function, or of the host program."""
         return self.host.name
 
     @property

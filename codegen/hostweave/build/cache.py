@@ -139,7 +139,7 @@ def lookup(name: str) -> Path | None:
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
     """Returns the folder of entry `name`. If the entry is missing, `make` fills a new folder, which is then published. If `make` raises
-    BuildError, and not from a nested build, the folder moves to `failed`, and the error names it."""
+    BuildError, the folder moves to `failed`, and the error names it. Errors of nested builds stay unchanged."""
     if found := lookup(name):
         return found
     entry = root() / name

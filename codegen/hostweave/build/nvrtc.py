@@ -55,8 +55,8 @@ class Unit:
 
 
 def units_of(kernels: str) -> list[Unit]:
-    """Splits the text of kernels.cu into one unit per kernel, and one of user kernels, if any. Each kernel begins with comments that list
-    its ops. A text of another form is one unit."""
+    """Splits the text of kernels.cu into one unit per kernel, and one unit of all user kernels, if any. Each kernel begins with comments
+    that list its ops. A text of another form is one unit."""
     body, closing, _ = kernels.rpartition("\n}  // namespace")
     head, *texts = re.split(r"\n\n(?=// %)", body.rstrip())
     names = [_kernel_in(text) for text in texts]

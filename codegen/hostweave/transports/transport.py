@@ -45,7 +45,7 @@ class Transport:
 
 
 def first_carrying(transports: Iterable[Transport], *needs: Set[str]) -> Transport | None:
-    """The first transport that supports all of at least one set in `needs`, or None."""
+    """The first transport that supports every value of one of the sets `needs`, or None."""
     return next((transport for transport in transports if any(map(transport.carries.issuperset, needs))), None)
 
 

@@ -230,7 +230,7 @@ def _ranks(op: Op, mesh: Mesh) -> int:
 
 
 def in_kernel(kind: str, ranks: int, size: float) -> float:
-    """Seconds of a collective inside the kernel that reads its result. Each rank sends `size` bytes to every other rank."""
+    """Seconds of a collective inside the kernel that reads its result. Each rank sends `size` bytes to each peer."""
     sent = size * (ranks - 1)
     return EXCHANGE_SECONDS + (2 * sent / PACKET_BANDWIDTH if kind == "all_reduce" else sent / BLOCK_BANDWIDTH)
 

@@ -144,7 +144,7 @@ class SharedDim:
 
     @property
     def is_crossed(self) -> bool:
-        """True if any source shard may overlap any target shard: both meshes split the dim, in different and possibly uneven ways."""
+        """True if each source shard may overlap each target shard: both meshes split the dim, in different and possibly uneven ways."""
         return 1 < self.source_shards != self.target_shards > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property

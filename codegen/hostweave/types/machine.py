@@ -19,8 +19,7 @@ HOST = 8  # GPUs per host by default
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times of one kind of transfer, by the bytes that a rank receives: in total for a collective, from one rank for a put or
-    get."""
+    """Measured times of one kind of transfer, by the bytes that a rank receives. For a put or get, only the bytes from one rank count."""
 
     by: str  # one of LINKS
     ranks: int
