@@ -86,8 +86,8 @@ def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], grou
 
 
 def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
-    """Times of forward and backward passes over a sequence, alternately on two GPUs and on one. On two GPUs, a time is the time of the
-    slower GPU."""
+    """Prints times of forward and backward passes over a sequence, measured alternately on two GPUs and on one. On two GPUs, the time of
+    the slower GPU counts."""
     arrays = {name: _drawn(fusion) for name, (fusion, _) in programs.items()}
     found: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(ROUNDS):

@@ -192,8 +192,8 @@ def test_names_of_targets_are_not_compared() -> None:
 
 
 def test_algorithms_are_not_compared() -> None:
-    """Only the folders `communication` and `transports` compare with names of transports, or with names of algorithms whose chunking is
-    `by_shard`."""
+    """Only modules in the folders `communication` and `transports` compare with names of transports, or with names of algorithms whose
+    chunking is `by_shard`."""
     names = {algorithm.name for algorithm in ALGORITHMS if algorithm.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
     }  # "reduce" is also the name of a reshard to one rank.

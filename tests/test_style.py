@@ -33,7 +33,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
-    """First line and text of each comment of a file. Comments on consecutive lines are one, except comments at the end of a line of
+    """First line and text of each comment of a file. Comments on consecutive lines count as one, except comments at the end of a line of
     code."""
     if path.suffix == ".py":
         tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)

@@ -217,7 +217,7 @@ def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """The same computation on one device, and the dtypes of its values. If there is none, the reason, and an empty set."""
+    """The same computation on one device, and the dtypes of its values. If that is impossible, the reason, and an empty set."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):
