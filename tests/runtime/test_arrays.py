@@ -78,6 +78,21 @@ def test_torch() -> None:
 
 
 @pytest.mark.extra("torch")
+def test_a_call_after_a_call_with_an_empty_torch_tensor() -> None:
+    """The data pointer of an empty tensor is null."""
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M", "K"])
+    def on_one_rank(x):
+        return hw.copy(x)
+
+    program, group = hw.compile(on_one_rank), hw.init(hw.Threads(1), "empty")
+    assert program(torch.empty(0, 4), group=group).shape == (0, 4)
+    torch.testing.assert_close(program(torch.from_numpy(X), group=group), torch.from_numpy(X))
+    group.close()
+
+
+@pytest.mark.extra("torch")
 def test_torch_tensors_that_do_not_fit() -> None:
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     sparse = torch.eye(4).bfloat16().to_sparse()

@@ -135,10 +135,7 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
   outputs_ = program_.calls.outputs.in<std::vector<Tensor>>();
   for (std::vector<Tensor>* tensors : {&inputs_, &outputs_}) {
-    for (Tensor& tensor : *tensors) {
-      tensor.device = member_.rank().device();
-      tensor.data = this;  // `prepare` accesses no data, but refuses null pointers
-    }
+    for (Tensor& tensor : *tensors) tensor.device = member_.rank().device();
   }
 }
 
@@ -162,6 +159,7 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   }
   std::vector<Shape> outputs(outputs_.size());
   for (size_t i = 0; i < inputs_.size(); ++i) {
+    inputs_[i].data = this;  // not accessed, but must not be null, as an empty array of an earlier call may be
     inputs_[i].shape = inputs[i].shape;
     inputs_[i].global_shape = inputs[i].global_shape;
   }
