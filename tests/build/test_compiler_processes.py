@@ -65,7 +65,7 @@ def test_a_compiler_that_hangs(empty_cache: Path, tmp_path: Path, monkeypatch: p
     hanging.expect_gone()
     monkeypatch.setenv("HOSTWEAVE_COMPILER_TIMEOUT", "soon")
     with pytest.raises(
-        BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon: is not a number of seconds above 0; write a number such as 1800"
+        BuildError, match=r"^HOSTWEAVE_COMPILER_TIMEOUT=soon is not a number of seconds above 0; write a number such as 1800"
     ):
         hw.compile(doubled).build()
 

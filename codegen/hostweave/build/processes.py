@@ -105,7 +105,7 @@ def _limit() -> float:
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise BuildError(f"{_VARIABLE}={text}: is not a number of seconds above 0; write a number such as {_LIMIT}")
+        raise BuildError(f"{_VARIABLE}={text} is not a number of seconds above 0; write a number such as {_LIMIT}")
     return seconds
 
 

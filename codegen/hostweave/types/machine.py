@@ -40,7 +40,7 @@ class Network:
 
     `source` is the origin of the figures, such as "NVIDIA DGX H100: 8 ports of 400 Gb/s".
 
-    Raises ProgramError for figures that are not numbers above 0, or a source that is not a string.
+    Raises ProgramError if an argument has the wrong type, or a figure is not above 0.
 
     Example: `dataclasses.replace(machine, network=hw.Network(bandwidth=45e9, latency=5e-6, source="measured on our cluster"))`.
     """
@@ -55,7 +55,8 @@ class Network:
         for name, value in numbers.items():
             if not isinstance(value, int if name == "ranks" else int | float) or isinstance(value, bool) or not value > 0:
                 raise ProgramError(
-                    f"Network: {name}={value!r} is not a number above 0; bandwidth is in bytes per second, latency in seconds"
+                    f"Network: {name}={value!r} is not {'an int' if name == 'ranks' else 'a number'} above 0; "
+                    "bandwidth is in bytes per second, latency in seconds, and ranks is the number of GPUs per host"
                 )
         if not isinstance(self.source, str):
             raise ProgramError(f"Network: source={self.source!r} is not a string; pass the origin of the figures")
