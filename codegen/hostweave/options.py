@@ -22,12 +22,12 @@ class Options:
     - `streams`: largest number of CUDA streams of a chunk loop. Iteration i runs on stream i modulo the number of streams.
     - `check`: True proves that the host program has no races and no deadlocks, and compares its results with those of the fusion. False
       skips the check. The default checks programs for up to 16 ranks.
-    - `sizes`: typical sizes of dims by name. The compiler optimises for these sizes, and assumes 4096 for others.
-    - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls or attention if the cost model predicts a gain. The cost
-      model needs known sizes: ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent
-      computation if the cost model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the
-      fastest. Later compiles reuse the result. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the
-      program states by `.stream(...)`. If the chunks of a chosen loop do not divide a size of a call, this call runs without chosen loops.
+    - `sizes`: typical sizes of dims by name. The compiler optimises for these sizes. Other sizes count as 4096.
+    - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls or attention if the cost model predicts a gain. This needs
+      known sizes: ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent computation if the
+      cost model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest. Later compiles
+      reuse the result. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by
+      `.stream(...)`. If the chunks of a chosen loop do not divide a size of a call, this call runs without chosen loops.
       `Program.explain` shows the choices.
     - `choices`: algorithms that replace those of the cost model, such as `{"@ag_matmul %x_gathered": "put(8)"}`. The keys are the names
       that `Program.explain` shows. "none" means no loop.
