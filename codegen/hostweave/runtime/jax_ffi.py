@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hostweave.base.errors import ArgumentError, ExecutionError, optional
+from hostweave.base.errors import ArgumentError, ExecutionError, optional, reason_of
 from hostweave.base.forks import reset_after_fork
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, opened, stamp_of
@@ -128,7 +128,7 @@ def _run(key: int, addresses: Any, stream: int | None, problem: int, size: int) 
         _calls[key].run(addresses, stream)
         return 0
     except BaseException as error:
-        text = (str(error) or type(error).__name__).encode()[: size - 1] + b"\0"
+        text = reason_of(error).encode()[: size - 1] + b"\0"
         ctypes.memmove(problem, text, len(text))
         return 1
 

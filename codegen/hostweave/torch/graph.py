@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.base.names import unique_name
+from hostweave.base.names import claim_unique, unique_name
 from hostweave.torch.aten import TABLE, dtype_of
 from hostweave.torch.nodes import ATTENTION, is_complex, is_size, location, modules_of, name_of, name_of_constant, op_of, shape_of
 from hostweave.torch.numbers import as_tensors
@@ -84,22 +84,21 @@ class Graph:
 
     def __post_init__(self) -> None:
         as_tensors(self.fx)
-        taken = dict[str, str]()
+        taken = set[str]()
         for node, origin in self.origins.items():
             if origin.kind == "argument":
                 self.arguments.append(node)
                 if not isinstance(node.meta["val"], torch.Tensor):
                     self.constants[node] = node.meta["val"]
                     continue
-                self.names[node] = unique_name(origin.name or node.name, taken)
+                self.names[node] = claim_unique(origin.name or node.name, taken)
             elif origin.kind == "constant":
                 self.constants[node] = origin.value
             elif origin.kind == "seeds":
-                self.names[node], self.seeds = unique_name(origin.name, taken), node
+                self.names[node], self.seeds = claim_unique(origin.name, taken), node
             else:
-                self.names[node] = unique_name(name_of(origin.name), taken)
+                self.names[node] = claim_unique(name_of(origin.name), taken)
                 self.parameters[self.names[node]] = origin.name
-            taken[self.names.get(node, "")] = ""
         self._fold(taken)
         for node, name in self.names.items():
             axes = self.layouts.parameters.get(self.parameters.get(name, ""), ())
@@ -200,7 +199,7 @@ class Graph:
                     raise ProgramError(f"plan: {path} returns {found}, but {len(axes)} dims are stated; write an axis or - for each dim")
                 yield axes
 
-    def _fold(self, taken: dict[str, str]) -> None:
+    def _fold(self, taken: set[str]) -> None:
         """Computes values that depend only on `fixed` values. Constant tensors that other ops read become inputs, with some exceptions."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
@@ -238,7 +237,7 @@ class Graph:
                 equal = (value.dtype, tuple(value.shape), data)
                 label = self.origins[argument].name if argument in self.origins else name_of_constant(argument)
                 name = self.names[argument] = named.setdefault(equal, unique_name(name_of(label), taken))
-                taken[name] = ""
+                taken.add(name)
                 self.bound[name] = value.contiguous()
 
     def type_of(self, node: Node, axes: AxesOfDims | None = None) -> TensorType:

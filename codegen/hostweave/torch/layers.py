@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from hostweave.base.names import unique_name
+from hostweave.base.names import claim_unique
 from hostweave.torch.graph import Graph
 from hostweave.torch.nodes import is_size, op_of, size_of
 
@@ -31,13 +31,12 @@ class Layer:
     nodes: list[Node]
     arguments: list[Node]
     results: list[Node]
-    like: Layer | None = None  # the first of the equal layers
+    like: Layer = field(init=False)  # the first of the equal layers
     chain: list[Node | None] = field(default_factory=list)  # for each argument: the result that the next layer takes as this argument
 
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
         """Pairs each argument with the first layer's entry in `chain`."""
-        assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
     def written(self, graph: Graph) -> dict[int, int]:
@@ -64,16 +63,14 @@ def repeated_layers(graph: Graph) -> list[Layer]:
         layer.like = firsts.setdefault(_signature(graph, layer), layer)
         layers.append(layer)
     repeated = alike(layers)
-    taken: dict[str, None] = {}
+    taken = set[str]()
     made = {result: (layer.like, number) for layer in layers for number, result in enumerate(layer.results)}
     for layer in repeated:
-        assert layer.like is not None
         origins = [made.get(argument, (None, 0)) for argument in layer.arguments]
         chain = [layer.like.results[number] if like is layer.like else None for like, number in origins]
         layer.like.chain = chain if any(chain) else layer.like.chain or chain
         if layer.like is layer:
-            layer.name = unique_name(layer.name, taken)
-            taken[layer.name] = None
+            layer.name = claim_unique(layer.name, taken)
     return repeated
 
 

@@ -113,8 +113,8 @@ def symbolic() -> Iterator[list[Location | None]]:
     def of_tensor(name: str) -> Callable[..., Any]:
         return lambda x, *base: getattr(torch, name)(torch.scalar_tensor(x)) / math.prod(map(math.log, base))
 
-    functions: list[Replacement] = [(torch, name, getattr(torch._refs, name)) for name in ("linspace", "logspace")]
-    functions += [
+    functions: list[Replacement] = [
+        *((torch, name, getattr(torch._refs, name)) for name in ("linspace", "logspace")),
         (math, "sqrt", torch.sym_sqrt),
         *((math, name, of_tensor(name)) for name in ("exp", "log", "log2", "log10", "sin", "cos")),
     ]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import filter as fnmatching
 from fnmatch import fnmatchcase
 from inspect import signature
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import ProgramError, closest_word
 from hostweave.torch.distributed import has_rows
 from hostweave.types.mesh import Mesh
 
@@ -118,8 +117,7 @@ def matching(pattern: str, names: Iterable[str], what: str, argument: str = "pla
         if fnmatchcase(last, word) and (not path or fnmatchcase(before, path) or fnmatchcase(before, f"*.{path}"))
     ]
     if not matching:
-        near = get_close_matches(pattern.replace("*", "0"), names, 1, 0.3)
-        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(names[:5])}, ..."
+        remedy = closest_word(pattern.replace("*", "0"), names, 0.3) or f"there are {', '.join(names[:5])}, ..."
         raise ProgramError(f'{argument}: "{pattern}" matches none of the {what}; {remedy}')
     return matching
 

@@ -12,21 +12,16 @@ from torch.utils import _pytree as pytree
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.runtime.coordinator import CallSignature
 from hostweave.runtime.group import Group
-from hostweave.torch.nodes import modules_of
+from hostweave.torch.nodes import modules_of, op_of
 from hostweave.torch.ops import ops
 
 SEEDS = "random_seeds"  # argument with one seed per op
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default)
 _DRAWN = {  # op -> distribution
-    "rand.default": "uniform",
-    "randn.default": "normal",
-    "rand_like.default": "uniform",
-    "randn_like.default": "normal",
-    "randint.default": "integers",
-    "randint.low": "integers",
-    "randint_like.default": "integers",
-    "randint_like.low_dtype": "integers",
+    **dict.fromkeys(("rand.default", "rand_like.default"), "uniform"),
+    **dict.fromkeys(("randn.default", "randn_like.default"), "normal"),
+    **dict.fromkeys(("randint.default", "randint.low", "randint_like.default", "randint_like.low_dtype"), "integers"),
 }
 
 
@@ -98,7 +93,7 @@ def _draws(node: Node) -> bool:
         return bool((args[4] if len(args) > 4 else 0.0) or node.kwargs.get("dropout_p"))
     if node.target in _DROPOUT:
         return bool(args[1]) and (args[2] if len(args) > 2 else node.kwargs.get("train")) is not False
-    return str(node.target).removeprefix("aten.") in _DRAWN
+    return op_of(node) in _DRAWN
 
 
 def _seed(graph: Graph, node: Node, seed: Node) -> None:
@@ -114,7 +109,7 @@ def _seed(graph: Graph, node: Node, seed: Node) -> None:
 
 
 def _arguments(node: Node, seed: Node) -> tuple[Any, ...]:
-    name, given = str(node.target).removeprefix("aten."), list(node.args)
+    name, given = op_of(node), list(node.args)
     like = given.pop(0) if "_like" in name else None
     size: Any = given.pop() if like is None else []
     low, high = (0, 0) if not given else (0, given[0]) if len(given) == 1 else given

@@ -23,7 +23,7 @@ from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import CompiledModule
 from hostweave.torch.dynamo import MARK, GlobalRun, bytes_of, expect_global, is_mesh, is_number, value_of
 from hostweave.torch.exported import exported
-from hostweave.torch.plan import Layouts, dtensor_axes, mesh_of, parameter_axes
+from hostweave.torch.plan import Layouts, dtensor_axes, mesh_of, parameter_axes, tensors_of
 from hostweave.torch.programs import compiled
 from hostweave.types.mesh import Mesh
 
@@ -201,7 +201,7 @@ class _Module(nn.Module):
 
     def forward(self, **given: Any) -> Any:
         region = vars(self)["_region"]
-        own = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
+        own = dict(tensors_of(self))
         of_node = {node: given[name] for name, node in region._taken.items()}
         values = [self._value(node, own, of_node) for node in region._places]
         with torch.fx.traceback.preserve_node_meta():

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError, stated_location
-from hostweave.base.names import unique_name
+from hostweave.base.names import claim_unique, unique_name
 from hostweave.fusion_ir.frontend.tracing import Function
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
@@ -242,17 +242,15 @@ def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 
 
-def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType], prefix: str) -> Function:
+def _function(graph: Graph, layer: Layer, types: Mapping[Node, TensorType], prefix: str) -> Function:
     """Function of equal layers. Values between layers are sharded like the results of the first layer."""
-    assert layer is not None
-    taken: dict[str, None] = {}
+    taken = set[str]()
     names: list[str] = []
     inputs: dict[str, Any] = {}
     stated = graph.input_types
     for node in layer.arguments:
         own = name_of(graph.parameters.get(graph.names.get(node, ""), "").removeprefix(f"{layer.path}."))
-        names.append(unique_name(own or re.sub(r"(_\d+)+$", "", graph.names.get(node, "x")), taken))
-        taken[names[-1]] = None
+        names.append(claim_unique(own or re.sub(r"(_\d+)+$", "", graph.names.get(node, "x")), taken))
         inputs[names[-1]] = stated[graph.names[node]] if node in graph.names else types.get(node, graph.type_of(node))
     inputs |= {name: types[result] for name, (_, result) in zip(names, layer.taken, strict=True) if result is not None and result in types}
 

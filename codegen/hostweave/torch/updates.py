@@ -11,7 +11,7 @@ from torch.distributed.tensor import full as full_dtensor
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.base.names import unique_name
+from hostweave.base.names import claim_unique
 from hostweave.torch.aten import cast, dtype_of
 from hostweave.torch.nodes import name_of
 from hostweave.torch.optimizer import RecordedStep
@@ -91,14 +91,13 @@ class Updates:
             alike.setdefault(one.recorded.words, []).append(one)
         # Parameters with equal steps, the smallest one first.
         self._kinds = [sorted(members, key=lambda one: one.recorded.size) for members in alike.values()]
-        names = dict.fromkeys(taken, "")
+        names = set(taken)
         self._numbers: list[dict[int, str]] = []  # for each kind: index of a changing number in the step -> input of the program
         for members in self._kinds:
             recorded = members[0].recorded
             self._numbers.append({})
             for at in recorded.changing:
-                self._numbers[-1][at] = unique_name(recorded.step.roles[at], names)
-                names[self._numbers[-1][at]] = ""
+                self._numbers[-1][at] = claim_unique(recorded.step.roles[at], names)
 
     # --- the program ---------------------------------------------------------------------------------------------------
 
@@ -118,14 +117,13 @@ class Updates:
         tensors = dict(inputs) if odd is None else {**inputs, _ODD: odd}
         tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self.parameters, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}
-        names: dict[str, None] = {}
+        names = set[str]()
         for layers in self._alike(tensors):
             function = self._update_of(layers[0])
             operands = [self._names_in(layer, odd is not None) for layer in layers]
             if len(layers) > 1:
                 word = f"{self._prefix}{type(self.optimizer).__name__.lower()}"
-                function.__name__ = unique_name(f"{word}_{name_of(layers[0][0].layer[0]).removesuffix('s')}", names)
-                names[function.__name__] = None
+                function.__name__ = claim_unique(f"{word}_{name_of(layers[0][0].layer[0]).removesuffix('s')}", names)
                 types = {own: tensors[name].type for own, name in operands[0].items()}
                 donated = [f"{one.own}{end}" for one in layers[0] for end in one.written]
                 function = hw.block(donate={own: number for number, own in enumerate(donated)}, **types)(function)
