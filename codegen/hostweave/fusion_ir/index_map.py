@@ -30,9 +30,6 @@ class IndexMap:
     blocks: tuple[tuple[str, int], ...] = ()
     unwalked: frozenset[str] = frozenset()
 
-    def shared_by(self, label: str, ranks: int) -> bool:
-        return dict(self.blocks).get(label, ranks) == ranks
-
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
         """Dim of an operand with the label of dim `result_dim` of the result. None if a loop over this dim needs the whole operand, or is
         impossible."""

@@ -138,6 +138,12 @@ class Op:
             raise ValueError(f"{self.kind}: attribute {attribute.name} is missing")
         return cast(T, value)
 
+    @property
+    def called(self) -> Fusion:
+        """The function that a call or a repeat calls."""
+        assert self.callee is not None
+        return self.callee
+
     def with_attribute(self, attribute: Attribute[T], value: T) -> Op:
         new: Any = value
         return replace(self, attributes=tuple((name, new if name == attribute.name else old) for name, old in self.attributes))

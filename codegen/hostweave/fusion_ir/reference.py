@@ -84,9 +84,8 @@ def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic
 
 
 def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    assert op.callee is not None
-    inputs = {value.name: array for value, array in zip(op.callee.inputs, arrays, strict=True)}
-    return evaluate(op.callee, inputs, sizes, arithmetic)
+    inputs = {value.name: array for value, array in zip(op.called.inputs, arrays, strict=True)}
+    return evaluate(op.called, inputs, sizes, arithmetic)
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:

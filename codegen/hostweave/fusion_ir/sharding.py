@@ -123,8 +123,9 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
     """True if `axes` can split the dims of a label. Zigzag axes cannot, if the label is in `unwalked` or `blocks`."""
-    counts = label in indices.unwalked or label in dict(indices.blocks)
-    return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
+    blocks, ranks = dict(indices.blocks), mesh.size_of(axes)
+    is_contiguous = label in indices.unwalked or label in blocks
+    return not (is_contiguous and isinstance(axes, Zigzag)) and blocks.get(label, ranks) == ranks
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:

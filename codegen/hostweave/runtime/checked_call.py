@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -36,11 +36,6 @@ class BoundTable:
     # keys of arrays -> checked arguments of an earlier call
     checked_calls: dict[Any, CheckedCall] = field(default_factory=dict, repr=False)
 
-    def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-        """Shapes of all inputs: those that are bound, and `shapes`, which the call passes."""
-        rest = iter(shapes)
-        return tuple(next(rest) if shape is None else shape for shape in self.shapes)
-
 
 @dataclass(frozen=True)
 class CheckedCall:
@@ -59,7 +54,9 @@ class CheckedCall:
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
-        return self.table.joined(self.shapes)
+        """Shapes of all inputs: those that are bound, and those that the call passes."""
+        rest = iter(self.shapes)
+        return tuple(next(rest) if shape is None else shape for shape in self.table.shapes)
 
 
 class Arguments:

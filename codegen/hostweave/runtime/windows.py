@@ -88,7 +88,8 @@ class Windows:
 
     def array(self, memory: Any, module: ModuleType, size: int, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         """Returns an array in window memory of `size` bytes. `position_of` finds the array while its memory is in use."""
-        self._add(memory, max(1, size))
+        kept = [one for one in self._known if one[-1]() is not None and one[0] != memory.address]
+        self._known = sorted([*kept, (memory.address, self.allocated, max(1, size), weakref.ref(memory))], key=itemgetter(0))
         if device != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)
         return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
@@ -109,10 +110,6 @@ class Windows:
             *names_of_bound,
             *(parameter.name for parameter, array in arguments if array is not None and self._position_of_array(array)),
         )
-
-    def _add(self, memory: Any, size: int) -> None:
-        kept = [one for one in self._known if one[-1]() is not None and one[0] != memory.address]
-        self._known = sorted([*kept, (memory.address, self.allocated, size, weakref.ref(memory))], key=itemgetter(0))
 
     def _position_of_array(self, array: Array) -> WindowPosition | None:
         try:

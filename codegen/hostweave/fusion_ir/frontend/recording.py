@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -14,25 +14,14 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.tensor import TensorType
 
 if TYPE_CHECKING:
-    from hostweave.fusion_ir.frontend.trace import Tensor
+    from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
 
 Axis = int | str
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
-class Recorder(Protocol):
-    """Interface of a trace."""
-
-    @property
-    def symbols(self) -> frozenset[str]:
-        """Names of the sizes in the types of the traced function's inputs."""
-        ...
-
-    def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor: ...
-
-
-being_traced: ContextVar[Recorder | None] = ContextVar("being_traced", default=None)
+being_traced: ContextVar[_Trace | None] = ContextVar("being_traced", default=None)
 
 
 class Unary(Protocol):

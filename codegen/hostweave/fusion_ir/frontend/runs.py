@@ -139,13 +139,11 @@ class Runs:
 
     def results_of(self, call: Op) -> list[str]:
         """Names of the results of a call, or "" for an unused result."""
-        assert call.callee is not None
-        return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.callee.outputs)))]
+        return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.called.outputs)))]
 
     def run(self, calls: Sequence[Op]) -> CallRun | None:
         """The run of these calls. None if they cannot become a repeat."""
-        function = calls[0].callee
-        assert function is not None
+        function = calls[0].called
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
         if is_inner or any(type.mesh for type in function.types.values()):
             return None

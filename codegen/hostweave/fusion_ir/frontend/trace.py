@@ -263,6 +263,7 @@ class _Trace:
 
     @property
     def symbols(self) -> frozenset[str]:
+        """Names of the sizes in the types of the traced function's inputs."""
         inputs = (tensor.type for tensor in self.tensors.values() if not tensor._op)
         return frozenset(name for type in inputs for size in type.shape for name in size.symbols)
 

@@ -14,8 +14,7 @@ OPS: dict[str, OpDef] = {}
 
 
 def _call(types: Types, op: Op) -> TensorType:
-    function = op.callee
-    assert function is not None
+    function = op.called
     if len(types) != len(function.inputs):
         names = ", ".join(value.name for value in function.inputs)
         raise Mismatch(f"@{function.name} takes {len(function.inputs)} tensors, not {len(types)}; pass {names}")
@@ -37,28 +36,24 @@ def carried_by(op: Op) -> dict[int, int]:
 
 def lagged_by(op: Op) -> dict[int, int]:
     """Maps each lagged operand of a repeat to the operand that replaces it in call 0."""
-    assert op.callee is not None
     operands = op[LAGGED]
-    return {operand: number for number, operand in enumerate(operands, len(op.callee.inputs))}
+    return {operand: number for number, operand in enumerate(operands, len(op.called.inputs))}
 
 
 def result_type(op: Op, index: int) -> TensorType:
     """Type of result `index` of a call or a repeat. The results of a repeat are those of the function, then the stacks of operands, then
     the stacks of results."""
-    assert op.callee is not None
-    types = (*op.callee.output_types, *(value.type for value in op.callee.inputs), *op.callee.output_types)
+    types = (*op.called.output_types, *(value.type for value in op.called.inputs), *op.called.output_types)
     return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])
 
 
 def _taken_types(op: Op) -> list[TensorType]:
-    assert op.callee is not None
-    types, whole = [value.type for value in op.callee.inputs], (*op[EACH], *op[LAGGED])
+    types, whole = [value.type for value in op.called.inputs], (*op[EACH], *op[LAGGED])
     return [*(stacked(type, op[DEPTH]) if at in whole else type for at, type in enumerate(types)), *(types[at] for at in op[LAGGED])]
 
 
 def _first_type(op: Op) -> TensorType:
-    assert op.callee is not None
-    return op.callee.output_types[0] if 0 in op[RETURNED] else result_type(op, 0)
+    return op.called.output_types[0] if 0 in op[RETURNED] else result_type(op, 0)
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
@@ -67,8 +62,7 @@ def _repeat(types: Types, op: Op) -> TensorType:
     For an operand in `each`, call i gets tensor i of the stack or group. For an operand in `lagged`, call i gets tensor i - 1, and call 0
     gets an operand from the end of the list. For an operand in `carried`, each call except the first gets a result of the previous call.
     """
-    function = op.callee
-    assert function is not None
+    function = op.called
     if op[DEPTH] == Size(0):
         raise Mismatch(f"@{function.name} is repeated without a depth; write one, as in depth=2")
     if len(op[CARRIED]) != len(op[RETURNED]):
