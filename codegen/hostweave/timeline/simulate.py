@@ -1,9 +1,9 @@
 """Simulates when the operations of all ranks start and end on a machine. Concurrent operations slow each other down.
 
 A stream executes one operation after another. A wait for an event or a signal ends when the event or signal has occurred. A communication
-proceeds after all its partners have started. Operations of one rank share multiprocessors in proportion to their occupancy, and links
-evenly. Computation is slower while kernels or copy engines communicate, by the factors in `communication/cost.py`. Kernels that communicate
-are slower while the rank computes.
+proceeds after the operations that it awaits have started, such as a collective on all ranks. Operations of one rank share multiprocessors
+in proportion to their occupancy, and links evenly. Computation is slower while kernels or copy engines communicate, by the factors in
+`communication/cost.py`. Kernels that communicate are slower while the rank computes.
 """
 
 from __future__ import annotations
