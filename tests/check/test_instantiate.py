@@ -11,6 +11,7 @@ import pytest
 from lowered_fusions import NAMES, evaluate, program
 
 from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
 from hostweave.check.memory import starts_of_runs
 from hostweave.check.operations import layout
 from hostweave.check.simulate import instantiate
@@ -145,6 +146,34 @@ def test_few_sizes_are_large(conditions: tuple[str, ...]) -> None:
     branches = "\n".join(f"if {condition} {{\ncopy %x -> %y\n}} else {{\ncopy %x -> %y\n}}" for condition in conditions)
     program = host_text.parse(f"host @t(%x: f32[M, N, K]) -> (%y: f32[M, N, K]) mesh(x=1) {{\n{branches}\n}}\n")
     assert list(sizes_to_check(program)) == [{"M": 2, "N": 2, "K": 2}, {"M": 2, "N": 2**14, "K": 2}]
+
+
+def test_a_branch_at_sizes_with_many_iterations() -> None:
+    """At M > 65536, the loop has too many iterations. So the check runs the other branch at a small M."""
+    text = """host @t(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(s[1]) {
+  fork s
+  for %i in 0..M {
+    stream s[0] {
+      %x_i = select %x[0: %i]
+      %y_i = select %y[0: %i]
+      copy %x_i -> %y_i
+    }
+  }
+  join s
+  if M <= 65536 {
+    copy %x -> %y
+  } else {
+    %t = allocate f32[M]
+    copy OTHER -> %y
+    deallocate %t
+  }
+}
+"""
+    program = host_text.parse(text.replace("OTHER", "%x"))
+    assert [sizes["M"] < 100 for sizes in sizes_to_check(program)] == [True]
+    check(program)
+    with pytest.raises(ProgramError, match=r"reads %t before bytes 0 to \d+ of %t are written"):
+        check(host_text.parse(text.replace("OTHER", "%t")))
 
 
 SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(N - 2)@x]) mesh(x=4) uneven(M) {

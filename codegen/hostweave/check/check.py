@@ -13,7 +13,7 @@ from hostweave.check.memory import ByteBlocks, Memory, Pieces, TaskAccess
 from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, failure
 from hostweave.check.results.results import Case, Results, Stages
 from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import sizes_to_check
+from hostweave.check.sizes import MAX_FACTOR, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, share
@@ -64,8 +64,11 @@ def check(
     checked: list[Case] = []
     results = Results(fusion, program, stages, max_elements) if fusion else None
     with without_garbage_collection():
-        for chosen_sizes in sizes_to_check(program) if sizes is None else (sizes,):
-            instances = instantiate(program, chosen_sizes, calls)
+        cases = [(program, chosen) for chosen in (sizes_to_check(program) if sizes is None else (sizes,))]
+        if sizes is None and (far := with_far_branches(program, MAX_FACTOR)):
+            cases.append((far, cases[0][1]))
+        for checked_program, chosen_sizes in cases:
+            instances = instantiate(checked_program, chosen_sizes, calls)
             matches = match_communications(instances)
             expect_end_in_one_queue(instances, matches)
             happens_before = order(instances, matches)
@@ -73,7 +76,7 @@ def check(
             for task, clock in run(happens_before):
                 checker.check_task(task, clock)
             checker.check_end()
-            if results:
+            if results and checked_program is program:
                 checked.append((chosen_sizes, instances, matches))
         if results:
             results.compare_all(checked, has_given_sizes=sizes is not None)

@@ -17,6 +17,7 @@ from hostweave.types.size import LocalSize, Size, Sum
 from hostweave.types.zigzag import pieces
 
 POWERS_OF_TWO = tuple(2**power for power in range(24))
+MAX_FACTOR = POWERS_OF_TWO[-1]  # largest factor, relative to the minimal sizes, that is tried
 
 SizeSteps = dict[str, tuple[int, int]]  # symbol -> (step between possible values, smallest value); step 0 if only one value is possible
 
@@ -130,21 +131,20 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
 MIN_DIM, MIN_SHARD = 3, 2  # fewest elements of a dim, and of a shard
 MAX_ENLARGED_ELEMENTS = 2**14  # up to this number of elements, dims are enlarged freely
 NEAR_FACTOR = 64  # largest factor, relative to the minimal sizes, at which a change of a condition is near
+MAX_ITERATIONS = 2**13  # most iterations of all loops at enlarged sizes, because the check keeps all operations in memory
 MAX_GROWTH = 1.5  # largest factor by which an enlarged dim may increase the number of elements beyond MAX_ENLARGED_ELEMENTS
 
 
 @ir.analysis
-def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1]) -> tuple[dict[str, int], ...]:
+def sizes_to_check(program: ir.HostProgram, max_factor: int = MAX_FACTOR) -> tuple[dict[str, int], ...]:
     """Small sizes to check: sizes that divide evenly, uneven sizes if the program allows them, and larger sizes at which conditions on
-    sizes change. Ignores changes above `max_factor` times the minimal sizes."""
+    sizes change. Ignores changes above `max_factor` times the minimal sizes, and at sizes at which loops have more than MAX_ITERATIONS
+    iterations."""
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
     small = _small_sizes(program, frozenset(name for condition in conditions for name in _deciding_symbols(condition)))
     smallest = small[0]
-    at_smallest, changes = RankSizes(smallest, program.mesh), list[dict[str, int]]()
-    for condition in conditions:
-        found = {name: _factor_until_change(condition, name, at_smallest) for name in _deciding_symbols(condition)}
-        changes.append({name: factor for name, factor in found.items() if 1 < factor <= max_factor})
+    changes = [_changes(program, condition, smallest, max_factor) for condition in conditions]
     factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
     for larger in sorted(filter(None, changes), key=len):
         # Enlarges one symbol for each condition. Prefers a symbol that changes several conditions.
@@ -157,19 +157,30 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = POWERS_OF_TWO[-1])
 
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
-    """Inverts conditions that change only above `max_factor` times the minimal sizes. Branches for large sizes then run at small sizes.
-    None if there are no such conditions."""
-    smallest = RankSizes(sizes_to_check(program, max_factor)[0], program.mesh)
+    """Inverts conditions that change at larger sizes, but not at those of `sizes_to_check`. Branches for large sizes then run at small
+    sizes. None if there are no such conditions."""
+    smallest = sizes_to_check(program, max_factor)[0]
 
     def other(i: tree.Instruction) -> tree.Outcome:
         condition = i.condition_of_body
-        found = [_factor_until_change(condition, name, smallest) for name in _deciding_symbols(condition)] if condition else []
-        is_far = min((factor for factor in found if factor > 1), default=1) > max_factor
+        is_far = condition and _factors(program, condition, smallest) and not _changes(program, condition, smallest, max_factor)
         return tree.with_expressions(i, lambda expr: Binary("==", expr, Const(0))) if is_far else None
 
     functions = tuple(replace(function, body=tree.rewrite(function.body, other)) for function in program.functions)
     changed = replace(program, body=tree.rewrite(program.body, other), functions=functions)
     return changed if changed != program else None
+
+
+def _changes(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, int], max_factor: int) -> dict[str, int]:
+    """Maps symbols to factors, relative to the minimal sizes, at which a condition changes and can be checked."""
+    factors = {name: factor for name, factor in _factors(program, condition, smallest).items() if factor <= max_factor}
+    return {n: factor for n, factor in factors.items() if _iterations(program, {**smallest, n: smallest[n] * factor}) <= MAX_ITERATIONS}
+
+
+def _factors(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, int]) -> dict[str, int]:
+    """Maps symbols to the smallest power of two by which a size must grow for the condition to change, if there is one."""
+    found = {name: _factor_until_change(condition, name, RankSizes(smallest, program.mesh)) for name in _deciding_symbols(condition)}
+    return {name: factor for name, factor in found.items() if factor > 1}
 
 
 @ir.analysis
@@ -189,6 +200,13 @@ def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[st
             steps, elements = larger, more
     smallest = _fitting_sizes(program, steps) or smallest
     return (smallest, *_uneven(program, smallest))
+
+
+def _iterations(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
+    """Number of iterations of all loops, each counted once."""
+    known = RankSizes(sizes, program.mesh)
+    trips = (i.trips for body in bodies(program) for i in tree.walk(body.body) if i.trips is not None)
+    return sum((count * count.divisor).bind(known) / count.divisor for count in trips)
 
 
 def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
