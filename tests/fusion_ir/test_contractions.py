@@ -16,7 +16,7 @@ SIZES = {"a": 2, "b": 3, "c": 4, "d": 5}
 
 
 def traced(make: Callable[..., Any], *shapes: str, mesh: hw.Mesh | None = None) -> hw.Fusion:
-    """Traces a function of tensors whose dims are single letters."""
+    """Traces a function of f64 tensors. SIZES has the size of each letter in `shapes`."""
     inputs = {f"x{i}": hw.f64[tuple(SIZES[letter] for letter in shape) or ()] for i, shape in enumerate(shapes)}
     return hw.fusion(mesh=mesh, **inputs)(lambda **tensors: make(*tensors.values()))
 

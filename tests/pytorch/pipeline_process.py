@@ -1,7 +1,7 @@
 """One rank of a pipeline. torchrun starts this script. The rank uses a GPU if there is one.
 
-The rank trains its stage twice: with torch's optimizer, and with a program that includes the step of the optimizer. It compares the stage
-with the same layers of a model that torch trains on one device.
+The rank trains its stage twice: with torch's optimizer, and with a program that includes the step of the optimizer. The rank compares
+the stage with the same layers of a model that torch trains on one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/pipeline_process.py 1f1b float32 zero_bubble bfloat16
 """
@@ -35,7 +35,8 @@ class Block(nn.Module):
 
 
 def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dtype, in_program: bool) -> None:
-    """Trains the stage of this rank with AdamW, and all stages with torch. Compares each loss, and in f32 the parameters at the end.
+    """Trains the stage of this rank with Hostweave, and all stages with torch, both with AdamW. The last rank compares each loss. In f32,
+    each rank compares its parameters at the end.
 
     In f32, compares the gradients of each step; in bf16, only those of the first step. If `in_program`, the program includes the
     optimizer's step and clips the gradients of all stages. Then each step compares the norm of the gradients, instead of the gradients.
@@ -60,7 +61,7 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
         if in_program:
             norm = nn.utils.clip_grad_norm_(want.parameters(), 0.5)
             torch.testing.assert_close(step.grad_norm.float(), norm.float(), rtol=TOLERANCES[dtype], atol=0)
-        # In bf16, only the first step is compared, because a rounding error may reverse the step of an element.
+        # In bf16, only the gradients of the first step are compared, because a rounding error may reverse the update of an element.
         elif number == 0 or dtype == torch.float32:
             expect_gradients(own, want[group.rank], TOLERANCES[dtype])
         for optimizer in (theirs,) if in_program else (mine, theirs):

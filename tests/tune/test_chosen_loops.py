@@ -29,14 +29,14 @@ from hostweave.tune.cost import Product
 from hostweave.tune.explain import times_of
 from hostweave.types.machine import H200
 
-# A slow machine. At the small sizes of these tests, the ratio of transfer time to matmul time equals that of GPUs at large sizes.
+# A slow machine. At the small sizes of these tests, transfers and matmuls take times of the same order, as on GPUs at large sizes.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
 
 
 def layer(ranks: int) -> hw.Fusion:
-    """Layer with a gather for two matmuls, a gather of a computed value, a reduce-scatter, and an all-reduce."""
+    """Layer with a gather of a computed value for two matmuls, an all-reduce, and a reduce-scatter."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], wg=hw.f32["K", "F@x"], wu=hw.f32["K", "F@x"], wd=hw.f32["F@x", "N"])
     def layer(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -242,7 +242,7 @@ def weights_of(ranks: int) -> hw.Fusion:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
-    """Gathers that overlap with matmuls use copy engines if sizes are known and even, and if copy engines are predicted to be faster."""
+    """Copy engines are used if the sizes are known and divisible by the ranks, and if copy engines are predicted to be faster."""
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
     program = hw.compile(fusion, options=options)
@@ -257,7 +257,7 @@ def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
         assert f"overlapped with other ops on a separate stream by {alternative}, peer, predicted" in program.explain()
     first = hw.compile(fusion, options=replace(options, choices={"@layers %w_0_resharded": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
-    assert "\n  copy %w_0 -> " in first.host_ir  # The copy has no delay, because the caller's stream waits for the gather.
+    assert "\n  copy %w_0 -> " in first.host_ir  # The caller's stream copies the local shard, and then awaits the gather.
     for run, rows, inner in ((program.run, 48, 48), (program.run, 7, 48), (program.run, 48, 49), (first.run, 48, 48)):
         x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
         weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
@@ -308,7 +308,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hw.Program, "measure", None)
     assert hw.compile(gathered, options=options).choices == found.choices
     with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, but sizes are missing: N; pass them as Opt'):
-        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # No communication has alternatives.
+        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))
     monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
     with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):
         search.search(found.host, options.sizes, ("another",), lambda _: found)

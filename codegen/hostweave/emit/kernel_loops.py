@@ -22,11 +22,11 @@ class Templates:
     loop: str  # head of the loop over the kept dims
     grid: str
     inner: str = ""  # head of the innermost reduction loop, which divides its iterations among threads
-    reduce: str = ""  # call that reduces the accumulators of all threads
+    reduce: str = ""  # call that combines the accumulators of threads that share an element
     reduce_last: str = ""  # cheaper call whose result only the storing threads get
     leader_if: str = ""  # condition that is true on the storing threads
     bounds: str = ""  # arguments of `__launch_bounds__`
-    closing: str = ""  # text after the body of the innermost loop
+    closing: str = ""  # text after the body of `loop`
 
 
 _OF_ROW = Templates(
@@ -212,8 +212,8 @@ class LoopPrinter:
         self.starts = outer
 
     def indices(self, access: str) -> list[tuple[str, Size, LoopDim, Size]]:
-        """Loop indices in the offset of an element, each with its stride, its dim, and the start of a concat's or pad's operand in this
-        dim."""
+        """Terms of the offset of an element: (index, stride, dim, start of a concat's or pad's operand). A linear access may have one index
+        for all kept dims."""
         loops, parts = self.ir, self.ir.space.parts.get(access, {})
         first = {dim: self.starts[part] for index, part in parts.items() for dim in loops.dims if index in dim.indices}
         terms = [(self.names[dim], loops.stride(access, dim), dim, first.get(dim, ir.ZERO)) for dim in loops.dims]

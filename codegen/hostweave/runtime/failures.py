@@ -82,7 +82,7 @@ class FallibleGroup:
         failure = self.coordinator.failure
         try:
             return within(min(self.call_timeout, _STORE_TIMEOUT), failure) if isinstance(self.coordinator, StoreCoordinator) else failure()
-        except StoreClosed:  # rank 0 has ended normally, so all calls are done
+        except StoreClosed:  # the process of rank 0 has ended normally
             return None
         except TimeoutError:
             return "the store in the process of rank 0 does not answer"
@@ -93,7 +93,7 @@ class FallibleGroup:
         """Marks the group as failed on all ranks."""
 
         def fail() -> None:
-            if not self._failure:  # if a reason is set, the other ranks know it already
+            if not self._failure:  # only the first failure is reported
                 self._send(lambda: self._report_failure(reason))
             self.abort(reason)
 
@@ -159,7 +159,8 @@ class FallibleGroup:
             self._send(lambda: self.coordinator.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message if another rank waits in a gather, but this rank has begun the call without joining the gather. Otherwise None."""
+        """Message if another rank waits in the gather before a call, but this rank has begun that call, or another one in its place,
+        without joining the gather. Otherwise None."""
         if (announced := self.coordinator.announced()) is None:
             return None
         gather_number, text = announced
@@ -170,7 +171,7 @@ class FallibleGroup:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        # read last, because a rank joins a gather before it begins the call that was compared above
+        # The number of gathers is read last, because this rank joins the gather of a call before it begins the call.
         return difference if self.coordinator.number < gather_number else None
 
     def positions(self) -> list[RankPosition]:

@@ -33,7 +33,7 @@ class Index:
         return self.value
 
     def equals(self, other: int) -> bool:
-        """True if all recorded comparisons have the same result with another int. After any other use, the ints must be equal."""
+        """True if all recorded comparisons have the same result with another int. After any other recorded use, the ints must be equal."""
         if self.is_read:
             return self.value == other
         return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)
@@ -112,8 +112,8 @@ class Part:
         return {name: value for name, value in vars(self._cache).items() if name != "layers"}
 
     def key(self) -> object | None:
-        """Key of the types, shapes and plain values in the part. None if the part has a tensor twice, or an object that cannot be
-        compared."""
+        """Key of the types, shapes and plain values in the part. None if the cache layer has a tensor twice, or if the part
+        has an object that cannot be compared."""
         of = None if self._own is None else type(self._layers[self._own])
         leaves = described([*self._leaves, *self._attributes.values()])
         is_apart = len({id(tensor) for tensor in self.tensors}) == len(self.tensors)
@@ -141,11 +141,11 @@ class Part:
         written = {number: tensor for number, (tensor, version) in enumerate(self._begun) if tensor._version != version}
         memory = {tensor.untyped_storage()._cdata for tensor in written.values()}
         new = [leaf for leaf in tensors_in(leaves) if id(leaf) not in before]
-        why = "it uses the cache of other layers" if self._watched.others else ""
+        why = "it may use the cache of other layers" if self._watched.others else ""
         if described([*leaves, *self._others().values()]) is None or not is_same(self._attributes, self._others()):
-            why = "it writes objects to a cache"
+            why = "it changes attributes of a cache, or writes objects to a cache"
         if any(tensor.untyped_storage()._cdata in memory for tensor in [*made, *new]):
-            why = "it returns a part of a cache that it writes"
+            why = "it returns, or keeps in its cache, a part of a cache that it writes"
         following = count(len(self._begun) + len(made))
         sources = [before[id(tensor)] if id(tensor) in before else next(following) for tensor in tensors_in(leaves)]
         made += [*new, *written.values()]
@@ -176,7 +176,8 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a plain value. None for other objects."""
+    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a plain value. None if a leaf is another
+    object."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 

@@ -1,8 +1,9 @@
 """Traces equal layers once. torch.export traces the first layer, and records each later one as one op. After decomposition, a copy of the
 first layer's nodes replaces this op.
 
-Two modules of a list are equal if they have the same structure, and equal values of all attributes that the first module reads. Both must
-be called with equal arguments, in the same grad and autocast modes. The values of tensors may differ.
+Two modules of a list are equal if they have the same structure, and equal values of all attributes that the first module reads. Their
+indices in a cache may differ. Both must be called with equal arguments, in the same grad and autocast modes. The values of parameters,
+buffers and tensor arguments may differ.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hostweave.torch.plan import tensors_of
 from hostweave.torch.replaced import replaced
 from hostweave.torch.state import is_same
 
-_STRUCTURE = ("_parameters", "_buffers", "_modules")  # `_structure` compares these
+_STRUCTURE = ("_parameters", "_buffers", "_modules")  # `_structure` describes these
 _ABSENT = object()
 
 
@@ -125,7 +126,8 @@ class Repeats:
         def forward(*args: Any, **kwargs: Any) -> Any:
             call, why = _Call(layer, args, kwargs), ""
             if self._is_inside or call.key is None:
-                self.how.setdefault(path, "traced: it takes objects that are neither tensors nor numbers nor a cache")
+                why = "another traced layer calls it" if self._is_inside else "its arguments or its cache cannot be compared"
+                self.how.setdefault(path, f"traced: {why}")
                 return own(*args, **kwargs)
             for first in firsts:
                 if not (differs := _difference(first, layer, structure, call)):
@@ -147,7 +149,8 @@ class Repeats:
         return forward
 
     def _first(self, path: str, layer: nn.Module, own: Any, structure: object, call: _Call) -> tuple[_First, list[torch.Tensor], str]:
-        """Traces a layer. Returns the layer, its tensors, and "" or the reason why it cannot represent other layers."""
+        """Traces a layer. Returns the layer, its result tensors with those of its cache, and "" or the reason why it cannot represent other
+        layers."""
         traced = Traced(path, len(call.arguments))
         self._traced.append(traced)
         begun = list(ops.layer_begins(*call.operands, traced.number))
@@ -199,7 +202,7 @@ class Repeats:
 
 
 def _structure(layer: nn.Module) -> object:
-    """Classes and tensors of a layer, including which tensors are identical."""
+    """Classes, parameters and buffers of a layer, including which tensors are identical."""
     modules = [(path, type(part)) for path, part in layer.named_modules(remove_duplicate=False)]
     positions: dict[int, int] = {}
     tensors = [
@@ -247,8 +250,8 @@ def _contents(value: Any) -> Any:
 
 @contextmanager
 def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
-    """Records which attributes submodules read, by path, and the names of attributes that change. With `has_cache`, a submodule that reads
-    its index in a cache gets an `Index`."""
+    """Records which attributes submodules read, by path, and the names of attributes that are assigned or whose contents change.
+    With `has_cache`, a submodule that reads its index in a cache gets an `Index`."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:

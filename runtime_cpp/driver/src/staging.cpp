@@ -48,7 +48,7 @@ StagedCalls::~StagedCalls() {
     fetched_.clear();
     cudaStreamDestroy(caller_);
   } catch (const std::exception&) {
-    // A destructor must not throw, so the memory stays allocated.
+    // A destructor must not throw, so the stream stays. The destructors of the members still free their memory.
   }
 }
 
@@ -64,12 +64,12 @@ void StagedCalls::prepare(std::vector<Call> calls) {
   }
 }
 
-// Copies those inputs of a call that are on GPUs of other ranks to the GPU of this rank.
+// Copies the inputs of a call that are on other GPUs to the GPU of this rank.
 //
 // All ranks fetch before any call, because copies between calls could deadlock. A copy between two GPUs may occupy queues of both
-// GPUs. On rank A, the copy for call 2 waits for call 1 of rank A. If this copy is queued before the copy for call 1 of rank B,
-// call 1 never starts on rank B. Then the collectives of call 1 never end. After the fetch, each GPU is used only by its rank.
-// All ranks enqueue collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot
+// GPUs. On rank A, the copy for call 2 waits for call 1 of rank A. If this copy precedes rank B's copy for call 1 in a queue
+// of GPU B, rank B never starts call 1. Then the collectives of call 1 never end. After the fetch, each GPU is used only by its
+// rank. All ranks enqueue collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot
 // deadlock.
 void StagedCalls::fetch(size_t call) {
   std::vector<Array>& inputs = calls_[call].inputs;

@@ -42,7 +42,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
       }
     };
     if (height >= kRows && length >= kTransposed) {
-      fill([](int, int) { return true; });  // Without conditions, all loads of a thread are in flight together.
+      fill([](int, int) { return true; });  // Without conditions, the unrolled loads are in flight together.
     } else {
       fill([&](int row, int column) { return row < height && column < length; });
     }

@@ -16,7 +16,7 @@ SHAPES = [(3, 5), (64, 8), (1000, 3), (4, 4096), (4096, 4)]
 
 @pytest.mark.parametrize("dtype", [hw.f32, hw.bf16], ids=str)
 def test_an_update_after_a_reduction_is_in_place(dtype: hw.DType) -> None:
-    """The updates of biases from their gradients use all schedules of reductions: vectors, threads, blocks and parts of blocks."""
+    """The gradient of a bias is reduced by threads, by blocks, or by tiles of columns. The same kernel updates the bias."""
     cases = [(shape, axis) for shape in SHAPES for axis in (0, 1)]
     types: dict[str, Any] = {}
     for at, (shape, axis) in enumerate(cases):

@@ -25,7 +25,7 @@ from hostweave.types.tensor import BufferType, strided, strides_of
 
 MAX_JOINED = 16  # most operands that one kernel concatenates
 
-STRIDED_OPERANDS = 5  # an attention op accepts any strides of its first 5 operands
+STRIDED_OPERANDS = 5  # a gradient of attention accepts any strides of its first 5 operands
 
 PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 
@@ -55,7 +55,8 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: ChunkLoop) -> bool:
-    """True if only this loop uses a value. Slices and transposes count as other uses, because they view the whole value."""
+    """True if only this loop uses a value. Local slices (`shard`) and transposes count as other uses, because they view the whole value,
+    not a chunk."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
@@ -127,7 +128,7 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps a value to its only consumer, a view that gets the memory. The value's op writes through the inverse view."""
+    """Maps a value to its view that gets the memory. The value's op writes through the inverse view."""
     found = dict[str, Op]()
     for name, (whole, _) in parts.items():
         view = flow.made[name]
@@ -142,8 +143,8 @@ def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str,
 
 
 def _chain_to(flow: Dataflow, name: str, op: Op) -> dict[str, Op]:
-    """Views between a value and an operand of a concat or pad, in the form of `_chain`. Empty if the operand must be copied, or if a
-    pointwise op computes the value."""
+    """The chain of views that ends in `name`, an operand of a concat or pad, as `_chain` returns it. Empty if the operand must be copied,
+    or if a pointwise op computes the first value of the chain."""
     view, types = flow.made.get(name), [flow.local(op.result), flow.local(flow.values[name])]
     if view is None or not _is_reversible(view) or not _can_lie_in(flow, name, op):
         return {}

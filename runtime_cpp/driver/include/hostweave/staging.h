@@ -34,7 +34,7 @@ class StagedCalls {
   struct Call {
     std::vector<Array> inputs, outputs;
   };
-  // Allocates memory for these calls, and copies inputs from GPUs of other ranks. The arrays must have the prepared shapes. All
+  // Allocates memory for these calls, and copies inputs from other GPUs. The arrays must have the prepared shapes. All
   // ranks prepare before any rank runs.
   void prepare(std::vector<Call> calls);
   // Enqueues all calls, and then waits until the calls are done. Copies inputs and outputs on the stream of the calls. With
