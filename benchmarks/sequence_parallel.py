@@ -2,11 +2,12 @@
 
 The layer has norms, rotary embedding, causal attention by cuDNN, and SwiGLU, in bf16. In all variants, q, k and v share one weight, and
 gate and up share one weight. torch has four variants: eager, in a CUDA graph, with fused gathers and reductions (async TP), and with
-torch.compile. The script first prints the memory that Hostweave plans for 32,768 tokens, and the compiler's choices. Printed times are
-milliseconds of the slowest rank, as medians over alternating calls on the same arrays. All ranks start a call together.
+torch.compile. The script first prints the memory that Hostweave plans for 32,768 tokens. Then it prints the compiler's choices and the
+times, for each number of tokens. Printed times are milliseconds of the slowest rank, as medians over alternating calls on the same arrays.
+All ranks start a call together.
 
 `sequence_parallel.py profile FILE.json` writes the kernels that torch.profiler records in one call of each variant on rank 0. The picture
-in the README shows these kernels.
+in the README shows two of the variants.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(words: Sequence[str]) -> None:
         return
     short, long = (_planned(tokens, ranks) for tokens in (LONG, 2 * LONG))
     print(
-        f"{LONG} tokens: {short.peak / 2**20:.0f} MiB of temporaries, {short.peak / short.bound:.2f} times what is in use at one moment;"
+        f"{LONG} tokens: {short.peak / 2**20:.0f} MiB of temporaries, {short.peak / short.bound:.2f} times the most in use at one time;"
         f" twice the tokens take {long.peak / short.peak:.2f} times as much",
         flush=True,
     )
@@ -102,8 +103,8 @@ def sizes_of(tokens: int) -> dict[str, int]:
 
 
 def _calls(rank: int, ranks: int) -> Iterator[Calls]:
-    """Yields, for each number of tokens, a call of each variant. Omits torch's fused operators if they are not available. Raises
-    AssertionError if results differ."""
+    """Yields, for each number of tokens, a call of each variant. Omits a variant that raises RuntimeError, as torch's fused
+    operators do without symmetric memory. Raises AssertionError if results differ."""
     import torch
 
     group = hw.init()

@@ -1,4 +1,4 @@
-"""Host programs of the examples for any number of ranks, golden texts of these programs, and an evaluator of expressions."""
+"""Host programs for any number of ranks, golden texts of these programs, and an evaluator of expressions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hostweave.types.size import bound
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = ("input", *(apply.__name__ for apply in PASSES))
 RANKS = (1, 2, 3, 4, 8)
-CHUNKS = 3  # number of chunks of loops across shards, and of loops on one device
+CHUNKS = 3  # the constant S of examples/seeds.py and examples/single_device.py
 
 
 def _fusions(ranks: int) -> dict[str, Fusion]:

@@ -49,14 +49,14 @@ class Family:
 
 
 class Running:
-    """Runner of a program and its variants, with their device resources. Programs that `bind` returns share the runner."""
+    """Runner of a program and its variants, with their device resources. Programs that `Program.bind` returns share the runner."""
 
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()
         self.compiled, self.name = compiled, compiled.host.name
         self._nothing_bound = BoundInputs(compiled.host, compiled.target, {})
         self.variants = Variants(compiled, partial(Running, family=self._family))
-        self._locals: WeakSet[LocalProgram] = WeakSet()  # one entry per rank of this process that has called the program
+        self._locals: WeakSet[LocalProgram] = WeakSet()  # one entry per group and rank of this process
         self._closed = False
         self._lock = reset_after_fork(threading.Lock())
 
@@ -112,15 +112,15 @@ class Running:
 
     @property
     def _lacks(self) -> str:
-        """Reason why the communication library is too old, or "". Not cached, because a library may be loaded later."""
+        """Reason why the communication library is missing or too old, or "". Not cached, because a library may be loaded later."""
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
         """Variant without the optional transports for which `all_have` is false. The reason `why` is equal on all ranks. Raises
         ExecutionError unless the compiler chose these transports."""
         if not self.compiled.reaches_memory:
-            raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')
-        _tell_once(f"hostweave: {self.name} overlaps less communication than possible: {why}")
+            raise ExecutionError(f'{self.name}: ranks cannot access each other\'s memory: {why}; compile with transport="{DEFAULT}"')
+        _tell_once(f"hostweave: {self.name} communicates more slowly than possible: {why}")
         figures = self.compiled.options.figures
         for transport in map(find_transport, NAMES):
             if transport.is_optional and not all_have(transport):
@@ -239,11 +239,11 @@ class Running:
     def measure(
         self, what: str, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int
     ) -> tuple[Compiled, list[list[Timing]]]:
-        """Returns the variant that runs, and the times of its calls. If `what` is "timeline", the times include marks."""
+        """Returns the variant for these arrays, and the times of its calls. If `what` is "timeline", a copy with marks runs."""
         marks = what == "timeline"
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
             raise ArgumentError(
-                f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: give at least 0 warmups and 1 repetition"
+                f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: give ints: at least 0 warmups and 1 repetition"
             )
 
         def run(one: Running) -> tuple[Compiled, list[list[Timing]]]:

@@ -159,12 +159,12 @@ RULES = {
     ),
     "counts of a send and its recv": (
         f"%x_0 = select %x[0: 0]\ngroup {{\nsend %x_0 to {OTHER}\nrecv %y from {OTHER}\n}}",
-        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 4 f32, but the matching recv expects 8 f32, "
+        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 4 f32, not the 8 f32 of the matching recv, "
         "rank 1, the caller's stream: recv %y from 1 - rank.x on x: make them equal",
     ),
     "dtypes of a send and its recv": (
         f"%b = allocate i32[2, N]\nfill %b with 1.0\ngroup {{\nsend %b to {OTHER}\nrecv %y from {OTHER}\n}}",
-        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 8 i32, but the matching recv expects 8 f32, "
+        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 8 i32, not the 8 f32 of the matching recv, "
         "rank 1, the caller's stream: recv %y from 1 - rank.x on x: make them equal",
     ),
     "reductions of one collective": (

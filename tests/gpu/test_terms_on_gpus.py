@@ -36,7 +36,7 @@ def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> 
 
 
 def integers(*shape: int, seed: int) -> Any:
-    """Inputs of -1, 0 and 1, generated on the CPU. So sums are exact, and all ranks have the same inputs."""
+    """Inputs of -1, 0 and 1, generated on the CPU. So sums are exact, and all ranks generate the same global inputs."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -93,8 +93,8 @@ def test_sums(dtype: hw.DType) -> None:
 
 
 def test_as_nccl_rounds() -> None:
-    """On two ranks, the result equals NCCL's. On more ranks, each addition may differ by half a unit in the last place of the partial
-    sum."""
+    """On two ranks, the result equals NCCL's. On more ranks, both results may differ from the exact sum by one rounding error for
+    each addition."""
     programs = [reducing(8192), reducing(8192, transport="two_sided")]
 
     def body(rank: int, group: hw.Group) -> None:
@@ -176,7 +176,7 @@ class RowsOf:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks(dtype: hw.DType) -> None:
-    """Sizes that do or do not fill whole vectors, and the largest size for a kernel. NCCL gathers a larger size."""
+    """Sizes that do or do not fill whole vectors, and the largest size for a kernel. NCCL does both collectives of a larger size."""
     program = exchanging(dtype)
     largest = (8 << 20) // RANKS // ROWS // (4 if dtype == hw.f32 else 2)
 
@@ -233,7 +233,7 @@ def test_exchanges_of_blocks_and_of_packets_in_flight() -> None:
 
 @pytest.mark.parametrize("exchanges", ["terms", "blocks"])
 def test_a_rank_that_never_launches_its_kernel(exchanges: str) -> None:
-    """The kernels that wait for a missing rank end when the call is aborted. The GPU is usable afterwards."""
+    """The kernels that wait for a missing rank end when the call is aborted. The GPU then reports no error."""
     program = reducing(8192) if exchanges == "terms" else exchanging()
     ended = threading.Event()
 

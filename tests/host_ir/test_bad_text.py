@@ -53,7 +53,7 @@ def read_host(source: str) -> HostProgram:
 
 
 def mutated(source: str, draw: random.Random) -> str:
-    """Text with some tokens deleted, doubled, swapped or replaced."""
+    """Text with some tokens deleted, repeated, swapped or replaced."""
     tokens = TOKEN.findall(source)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         at, other = (draw.randrange(len(tokens)) for _ in range(2))

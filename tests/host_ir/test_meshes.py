@@ -125,7 +125,7 @@ def test_results_are_on_the_mesh_of_their_operands() -> None:
 
 
 def test_all_ranks_in_other_axes() -> None:
-    """The type names a mesh with all ranks and different axes. The type does not name the mesh of the program."""
+    """The type of x names its mesh, which has other axes. The types of y and z name no mesh, because they are on the program's mesh."""
 
     @hw.fusion(mesh=LINE, x=hw.f32["M@dp", "K@tp"].on(Mesh(dp=2, tp=2)), y=hw.f32["M@x"].on(LINE), z=hw.f32["M@x"].on(LINE.ranks(range(4))))
     def f(x, y, z):
@@ -296,7 +296,7 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             ON_FIRST + "send_blocks %x in 2 by [0[0] -> 2[0], 1[0] -> 3[0]] on x\n}\n" + RECV,
-            "text:3: rank 0, the caller's stream: send %x to 2 on x: sends 8 f32, but the matching recv expects 16 f32, "
+            "text:3: rank 0, the caller's stream: send %x to 2 on x: sends 8 f32, not the 16 f32 of the matching recv, "
             "rank 2, the caller's stream: recv %y from rank - 2 on x: make them equal",
         ),
         (

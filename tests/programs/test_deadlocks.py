@@ -77,7 +77,7 @@ CASES = {
     ),
     "counts": (
         COUNTS,
-        "text:4: rank 0, the caller's stream: send %x to 1 on x: sends 4 f32, but the matching recv expects 2 f32, "
+        "text:4: rank 0, the caller's stream: send %x to 1 on x: sends 4 f32, not the 2 f32 of the matching recv, "
         "rank 1, the caller's stream: recv %half from 0 on x: make them equal",
         "counts: mismatch: the counts differ: 4 and 2\n"
         "  rank 0 stream S: send x over communicator C (program.cpp:L)\n"

@@ -24,7 +24,8 @@ TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: 
 
 
 def norms(ranks: int, t: DType) -> Fusion:
-    """Norms and reductions of sharded rows. One operand is a sum after dropout, and another is a sum with the result of a norm."""
+    """Norms and reductions of sharded rows. One norm reads the sum of r and the result of a dropout.
+    Another norm reads the sum of q and the result of a norm."""
 
     rows = {"p": t["M@x", 32], "q": t["M@x", 32], "v": t[32], "u": t[32]}
 
@@ -150,7 +151,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Array]:
         drawn = random.uniform(-1, 1, shape) if kind == "float" else random.integers(0, 2, shape) if kind == "bool" else np.asarray(7)
         arrays[value.name] = np.asarray(drawn).astype(numpy_dtype(value.type.dtype))
     if "mask" in arrays:
-        arrays["mask"][:, 0] = True  # Each row attends to at least one column.
+        arrays["mask"][:, 0] = True  # In a mask of bools, each row attends to at least one column.
     return arrays
 
 

@@ -1,4 +1,4 @@
-"""Mistakes of users of `hostweave.torch.compile`. Each message has a location, a reason and a remedy."""
+"""Errors after mistakes of users of `hostweave.torch.compile` and `as_torch_op`."""
 
 from __future__ import annotations
 
@@ -188,7 +188,10 @@ def layer() -> Any:
 
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "too few": (lambda c: c(X), "Layer: the arguments differ in structure from example_inputs; pass the same number"),
-    "keyword": (lambda c: c(X, scale=2.0), r"Layer: was compiled for the keyword arguments none, not \['scale'\]; pass the same arguments"),
+    "keyword": (
+        lambda c: c(X, scale=2.0),
+        r"Layer: the keyword arguments are \['scale'\], and were \[\] at compile time; pass the same arguments",
+    ),
     "number": (lambda c: c(X, 3.0), "Layer: scale is 3.0, and was 2.0 at compile time; compile it again"),
     "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile time; pass a tensor"),
     "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; it must be 4.*; or compile for sizes that change, with dynamic_shapes=$"),

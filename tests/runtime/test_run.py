@@ -256,7 +256,7 @@ def test_wrong_arguments_of_compile_and_measure() -> None:
     named = hw.fusion(ranks=hw.f32["M"])(lambda ranks: ranks + 1)
     with pytest.raises(ProgramError, match=r"input ranks has the name of a parameter of run or measure; rename the input$"):
         hw.compile(named)
-    with pytest.raises(ArgumentError, match=r"measure: warmups=3, repetitions=0: give at least 0 warmups and 1 repetition$"):
+    with pytest.raises(ArgumentError, match=r"measure: warmups=3, repetitions=0: give ints: at least 0 warmups and 1 repetition$"):
         PROGRAM.measure(repetitions=0, **arguments())
     with pytest.raises(ArgumentError, match=r"check: M='a': a size is an int of at least 0$"):
         PROGRAM.check(M="a")  # type: ignore[arg-type]

@@ -46,8 +46,8 @@ std::set<std::pair<Moment, Moment>> order_of(const std::vector<Edge>& edges, con
 }  // namespace
 
 TEST(communications_of_a_row_of_kernels_are_in_the_row) {
-  // A graph with kernels 0, 2, 5 and 8, and with communications 3 and 6 with events. The stream of NCCL forks from 0, and joins
-  // after each communication.
+  // A graph with kernels 0, 2, 5 and 8, and with communications 3 and 6. The other nodes are events: each communication
+  // waits for one, and is followed by another.
   enum { wait = 1, record = 4, wait_again = 7, record_again = 9 };
   const std::vector<Edge> edges{{0, 2, Edge::programmatic},
                                 {2, 3},
@@ -100,7 +100,7 @@ TEST(the_order_of_random_graphs_stays) {
       if (edge.given) EXPECT(edges[*edge.given].from == edge.from && edges[*edge.given].kind == edge.kind);
       std::vector<Edge> without = straight;
       without.erase(without.begin() + i);
-      if (edge.kind == Edge::full) EXPECT(order_of(without, left_out) != order);  // No edge is redundant.
+      if (edge.kind == Edge::full) EXPECT(order_of(without, left_out) != order);  // No full edge is redundant.
     }
   }
 }

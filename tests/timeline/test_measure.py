@@ -180,7 +180,7 @@ def test_a_size_that_loops_do_not_divide() -> None:
 def test_mistakes() -> None:
     program = hw.compile(HostProgram.parse(P2P))
     x, w = np.ones((4, 8), np.float32), np.ones((8, 4), np.float32)
-    with pytest.raises(ArgumentError, match="p2p: timeline: warmups=3, repetitions=0: give at least 0 warmups and 1 repetition"):
+    with pytest.raises(ArgumentError, match="p2p: timeline: warmups=3, repetitions=0: give ints: at least 0 warmups and 1 repetition"):
         program.timeline(x, w, repetitions=0)
 
 

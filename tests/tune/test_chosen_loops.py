@@ -403,7 +403,7 @@ def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(chosen.run(**given)[0], (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
     assert [one.compiled.variant for one in chosen.variants] == ["without some transports"]
-    refused = rf'layer: ranks cannot reach each other: {OLD_DRIVER}; compile with transport="two_sided"'
+    refused = rf'layer: ranks cannot access each other.s memory: {OLD_DRIVER}; compile with transport="two_sided"'
     with pytest.raises(ExecutionError, match=refused):
         stated.run(**given)
     threads = hw.Threads(2)

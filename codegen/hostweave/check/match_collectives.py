@@ -89,7 +89,7 @@ def _pair(program: ir.HostProgram, one: Operation | None, other: Operation | Non
     if one.instruction.posts == "send":
         sent, received = one.accesses[0].region.layout, other.accesses[0].region.layout
         if (sent.count, sent.dtype) != (received.count, received.dtype):
-            differ = f"sends {sent.count} {sent.dtype}, but the matching recv expects {received.count} {received.dtype}"
+            differ = f"sends {sent.count} {sent.dtype}, not the {received.count} {received.dtype} of the matching recv"
             raise _fault(program, one, differ, "make them equal", other)
     return MatchedCommunications((one, other))
 

@@ -1,6 +1,7 @@
 """Hoists values that do not change in the innermost loop.
 
-    %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %r: f32[M] = reciprocal(%s); %y: f32[M, N] = %e * %r
+    %e: f32[M, N] = exp(%x - %m); %s: f32[M, 1] = sum(%e, axis=(1,), keepdims=true)
+    %r: f32[M, 1] = reciprocal(%s); %y: f32[M, N] = %e * %r
 
 gets
 

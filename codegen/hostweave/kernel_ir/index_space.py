@@ -1,6 +1,6 @@
 """Index space of a kernel: the dims of its loops, and the offset of each element that it reads or writes.
 
-    kernel @sum_y(%x: f32[M, N]) { %y: f32[M] = sum(%x, axis=(1)) }
+    kernel @sum_y(%x: f32[M, N]) { %y: f32[M] = sum(%x, axis=(1,)) }
 
 becomes
 

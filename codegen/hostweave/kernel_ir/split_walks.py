@@ -1,6 +1,7 @@
 """Splits the loops over reduced dims into walks. A walk is a loop nest for reductions that depend only on reductions of earlier walks.
 
-    %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
+    %m: f32[M, 1] = max(%x, axis=(1,), keepdims=true); %e: f32[M, N] = exp(%x - %m)
+    %s: f32[M, 1] = sum(%e, axis=(1,), keepdims=true); %y: f32[M, N] = %e / %s
 
 becomes
 

@@ -95,24 +95,25 @@ def compile(
     torch.amp.GradScaler for 16-bit gradients. Each call scales the loss. A call that updates parameters also does `unscale_`, `step` and
     `update`.
 
-    With `fp8="row"`, linears whose weights are in the plan are computed in 8-bit floats, with one scale per row. "tensor" uses one scale
-    per tensor. "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights. `fp8={"q_proj": "row"}`
-    selects linears by patterns, as in the plan. The program quantises activations and weights to f8e4m3 in each call. Gradients are f8e4m3,
-    or f8e5m2 with "tensor".
+    With `fp8="row"`, linears whose weights are in the plan, or are DTensors, are computed in 8-bit floats, with one scale per row. "tensor"
+    uses one scale per tensor. "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights.
+    `fp8={"q_proj": "row"}` selects linears by patterns, as in the plan. The program quantises activations and weights to f8e4m3 in each
+    call. Gradients are f8e4m3, or f8e5m2 with "tensor".
 
     With `fullgraph=False`, unsupported ops, branches on values and side effects break the graph. The result is a ModelInRegions, which runs
     the parts between the breaks as programs, and the rest eagerly. `explain` of the result lists the breaks.
 
     If the module is a Pipe of torch.distributed.pipelining or a list of stages, the result is a Pipeline for training. The first axis of
-    the mesh is for the stages. If there are other axes, the first must be named pp. With P coordinates along this axis, stage s is at
+    the mesh is for the stages. If the mesh has several axes, this axis must be named pp. With P coordinates along this axis, stage s is at
     coordinate `s % P`. A stage reads results of earlier stages. `example_inputs` is a whole batch, which a call splits along the first dim
     into `microbatches`. `loss(output, target)` computes the loss, where `target` is the last argument of a call. Without `loss`, the last
-    stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". "auto",
-    the default, starts from 1F1B, and changes the order if the cost model predicts a gain. `optimizer` has the parameters of all stages;
-    each rank stores only the state of its stages.
+    stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". "auto", the default, starts from 1F1B, and
+    changes the order if the cost model predicts a gain. `optimizer` has the parameters of all stages; each rank stores only the state of
+    its stages.
 
     Raises ProgramError for invalid arguments, for a plan that does not fit the module, and for a module that cannot be compiled. If ops are
-    not supported, the error lists all of them, each with the first line that uses it.
+    not supported, the error lists all of them, each with the first line that uses it. `example_inputs` that do not fit `forward` may also
+    raise ArgumentError or TypeError.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """

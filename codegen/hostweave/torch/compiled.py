@@ -351,7 +351,7 @@ class CompiledModule(Delegating):
         wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):
             raise ArgumentError(
-                f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; pass the same arguments"
+                f"{name}: the keyword arguments are {list(kwargs)}, and were {wanted} at compile time; pass the same arguments"
             )
         leaves, given = pytree.tree_flatten((args, {key: kwargs[key] for key in wanted}))
         if given != spec:

@@ -11,7 +11,7 @@
 namespace hw {
 namespace {
 
-// Key of the channel of all ranks of a group. The key does not depend on meshes.
+// The rank stores the channel of all ranks of a group under these names, instead of a mesh and axes of a program.
 constexpr char kGroup[] = "group", kRank[] = "rank";
 
 }  // namespace

@@ -34,7 +34,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.tensor import TensorType, block_of, global_shape, holds
 
 SEEDS, MAX_SEEDS = 4, 12
-NEARLY = 1e-9  # relative difference below which two f64 numbers count as equal
+NEARLY = 1e-9  # f64 numbers count as equal if their difference is at most NEARLY * (1 + magnitude)
 FEW_ELEMENTS = 2 * 10**4  # approximate number of elements that all seeds of a small program compute together
 MANY_ELEMENTS, VERY_MANY_ELEMENTS = 10**5, 3 * 10**5  # numbers above which the check uses two seeds with opposite signs, or one seed
 
@@ -145,7 +145,7 @@ class ComparedOutput:
     shape: tuple[int, ...]  # shape of the global output
 
     def differs_in_f64(self, tolerance: float) -> NDArray[np.bool_]:
-        """True for each element whose f64 values differ by more than the tolerance, or whose integers or bools differ."""
+        """True for each element whose f64 values differ by more than tolerance * (1 + magnitude), or whose integers or bools differ."""
         actual, expected = self.actual.value, self.expected.value
         if expected.dtype.kind != "f":
             return np.asarray(actual != expected)

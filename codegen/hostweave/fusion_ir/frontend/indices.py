@@ -41,7 +41,7 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
     Example: `x: f32[M, N]` and `ids: i32[K]` give `f32[M, K]` by `hw.take(x, ids, axis=1)`.
     """
     if axis is None and x.ndim != 1:
-        raise ProgramError.here(f"take: {x.type} has {x.ndim} dims; choose one by axis=")
+        raise ProgramError.here(f"take: {x.type} has {x.ndim} dims; {'choose one by axis=' if x.ndim else 'use a tensor with dims'}")
     number = dim_of(x, 0 if axis is None else axis, "take")
     rows = _numbers(x, number)
     index, rank = record("index", indices, rows), x.ndim - 1 + indices.ndim
@@ -72,7 +72,7 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     """Like `take_along_axis`, but x may be longer than `indices` along dims other than `axis`, as in torch. The additional elements of x
-    are not read. If such a dim of `indices` has a symbolic size, x must have the same size.
+    are not read. If such a dim of `indices` has a symbolic size, x must have the same size, or size 1.
 
     Raises ProgramError for other shapes.
 
@@ -123,7 +123,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Writes elements of `source` to a copy of x, at `indices` along a dim. For 3 dims and `axis=1`: `y[i][indices[i][j][k]][k] =
     source[i][j][k]`. If indices repeat, the last element wins.
 
-    Unlike in torch, dims other than `axis` must be equal in all three tensors. Such a dim of `indices` may also be 1, and then broadcasts.
+    Unlike in torch, dims other than `axis` must be equal in all three tensors. In one of `indices` and `source`, such a dim may also be 1.
     `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of `indices` is gathered.
 
     Raises ProgramError for other shapes.
@@ -160,8 +160,9 @@ Starts = Sequence[Tensor | int]  # one start per dim
 def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tensor:
     """Slice of x with `sizes` elements per dim, beginning at `starts`. A start is an int, or an int tensor with one element.
 
-    As in jax.lax, starts are clamped so that the slice fits. If the slice covers a whole dim, the start of this dim is ignored. If the
-    slice covers a part of a sharded dim, the result is a partial sum: each rank reads the elements of its shard, and zeros elsewhere.
+    Starts are clamped so that the slice fits. Unlike in jax.lax, a negative start becomes 0. If the slice covers a whole dim, the start of
+    this dim is ignored. If the slice covers a part of a sharded dim, the result is a partial sum: each rank reads the elements of its
+    shard, and zeros elsewhere.
 
     Raises ProgramError if starts or sizes do not match x.
 
@@ -176,12 +177,12 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 
 @_called("updated")
 def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
-    """Writes `update` to a copy of x, beginning at `starts`. A start is an int, or an int tensor with one element.
+    """Writes `update` to a copy of x, beginning at `starts`. A start is an int, or an int tensor.
 
-    Starts are clamped as in `dynamic_slice`. A dim is cut if `update` is shorter than x along the dim. A start may vary along the dims
-    before the first cut dim: a start of shape [B] is a separate start for each batch. A cut dim may be sharded; the update is then gathered
-    along this dim, and each rank writes the elements of its shard. If x is a donated input, or a temporary without later uses, x is updated
-    in place.
+    Starts are clamped as in `dynamic_slice`. A dim is cut if `update` is shorter than x along the dim. A start has one element, or may vary
+    along the dims before the first cut dim: a start of shape [B] is a separate start for each batch. A cut dim may be sharded; the update
+    is then gathered along this dim, and each rank writes the elements of its shard. If x is a donated input, or a temporary without later
+    uses, x is updated in place.
 
     Raises ProgramError if the update or the starts do not match x.
 
@@ -190,8 +191,8 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     i32[B]`.
     """
     if not isinstance(update, Tensor) or update.dtype != x.dtype:
-        what = update.type if isinstance(update, Tensor) else repr(update)
-        raise ProgramError.here(f"dynamic_update_slice: cannot write {what} to {x.type}; use hw.astype")
+        what, remedy = (update.type, "use hw.astype") if isinstance(update, Tensor) else (repr(update), "pass a tensor of this fusion")
+        raise ProgramError.here(f"dynamic_update_slice: cannot write {what} to {x.type}; {remedy}")
     cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice") or [(0, _start(x, 0, update.type.shape[0], 0))]
     starts_and_rows = [operand for axis, start in cut for operand in (start, _numbers(x, axis))]
     return record("dynamic_update_slice", x, update, *starts_and_rows, axes=tuple(axis for axis, _ in cut))
@@ -202,7 +203,7 @@ def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> 
     if isinstance(starts, Tensor) or len(starts) != x.ndim or len(lengths) != x.ndim or not x.ndim:
         many = 1 if isinstance(starts, Tensor) else len(starts)
         why = f"{many} starts and {len(lengths)} sizes for the {x.ndim} dims of {x.type}"
-        raise ProgramError.here(f"{word}: {why}; give one of each for every dim")
+        raise ProgramError.here(f"{word}: {why}; {'give one of each for every dim' if x.ndim else 'use a tensor with dims'}")
     cut = [axis for axis, length in enumerate(lengths) if length != x.type.shape[axis]]
     before = x.type.shape[: cut[0]] if cut and word == "dynamic_update_slice" else ()
     return [(axis, _start(x, axis, lengths[axis], starts[axis], word, before)) for axis in cut]

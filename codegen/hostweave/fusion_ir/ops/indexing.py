@@ -160,9 +160,7 @@ def _scatter(types: Types, op: Op) -> TensorType:
     result = _replaced(TensorType(source.dtype, broadcast((_replaced(index, axis, ONE), _replaced(source, axis, ONE)))), axis, size)
     for x in into:
         if (x.dtype, x.shape) != (result.dtype, result.shape):
-            raise Mismatch(
-                f"cannot scatter {source} to {x}: the result would be {result}; dims other than {axis} must be equal, or 1 in the index"
-            )
+            raise Mismatch(f"cannot scatter {source} to {x}: the result would be {result}; make dims other than {axis} equal")
     return result
 
 
