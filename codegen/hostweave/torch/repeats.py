@@ -331,10 +331,8 @@ def _regions(graph: Graph) -> dict[Node, int]:
 def _written_by(node: Any) -> list[Node]:
     """Arguments that an op writes to."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-    return [value for value, one in zip(node.args, written, strict=False) if one and isinstance(value, Node)]
+    passed = zip(node.args, schema.arguments, strict=False) if schema else ()
+    return [value for value, argument in passed if argument.is_write and isinstance(value, Node)]
 
 
 def _is_begun(node: Any) -> bool:

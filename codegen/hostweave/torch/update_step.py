@@ -92,9 +92,7 @@ class UpdateStep:
             return self._value(one, values, made) if isinstance(one, OperandSource) else one
 
         for op in self.ops:
-            args, kwargs = pytree.tree_map(
-                operand, (list(op.args), dict(op.kwargs)), is_leaf=lambda one: isinstance(one, OperandSource | Number)
-            )
+            args, kwargs = pytree.tree_map(operand, (list(op.args), dict(op.kwargs)))
             if isinstance(kwargs.get("alpha"), hw.Tensor):  # table entries take only Python numbers as alpha
                 args[1] = cast(args[1], op.made.dtype) * cast(kwargs.pop("alpha"), op.made.dtype)
             with stated_location(op.location):
@@ -150,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return moved(one) if isinstance(one, OperandSource) else one
 
         for op in (self._ops[number] for number in stay):
-            args, kwargs = pytree.tree_map(renumbered, (op.args, op.kwargs), is_leaf=lambda one: isinstance(one, OperandSource | Number))
+            args, kwargs = pytree.tree_map(renumbered, (op.args, op.kwargs))
             ops.append(UpdateOp(op.name, args, kwargs, op.made, op.location))
         results = {name: moved(self._get(tensor)) for name, tensor in kept.items()}
         return UpdateStep(ops, numbers, roles, results, filled, host, self._calls if self._can_replay else [])
@@ -179,11 +177,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         base, overload = func._schema.name.split("::")[-1], func._overloadname or "default"
         names = [argument.name for argument in func._schema.arguments]
         passed = dict(zip(names, args, strict=False)) | kwargs
-        written = [
-            passed[argument.name]
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write and passed.get(argument.name) is not None
-        ]
+        names_written = [argument.name for argument in func._schema.arguments if argument.is_write]
+        written = [passed[name] for name in names_written if passed.get(name) is not None]
         if len(written) > 1 or any(isinstance(one, list) for one in written):
             raise ProgramError(f"calls {func}, which writes several tensors")
         target = written[0] if written else None
