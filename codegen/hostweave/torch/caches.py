@@ -55,11 +55,8 @@ class Form:
 
 
 def _held(cache: Any) -> list[dict[str, Any]]:
-    return [_sorted({name: value for name, value in vars(cache).items() if name != "layers"}), *(_sorted(vars(x)) for x in cache.layers)]
-
-
-def _sorted(state: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(sorted(_copied(state).items()))
+    own = {name: value for name, value in vars(cache).items() if name != "layers"}
+    return [dict(sorted(_copied(state).items())) for state in (own, *map(vars, cache.layers))]
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

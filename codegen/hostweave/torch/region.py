@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.export import Dim
 from torch.fx import GraphModule, Node
+from torch.fx.graph_module import _assign_attr
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
@@ -72,9 +73,8 @@ class Region:
         (output,) = graph.graph.find_nodes(op="output")
         self._outputs: list[Any] = list(output.args[0])
         self._held = dict(held)
-        self._of_local = {
-            node.args[0]: node for node in graph.graph.nodes if node.op == "call_function" and node.target is DTensor.from_local
-        }
+        locals_ = graph.graph.find_nodes(op="call_function", target=DTensor.from_local)
+        self._of_local = {node.args[0]: node for node in locals_}
         expect_global(graph)
         values = [one for node in graph.graph.nodes if (one := value_of(node)) is not None]
         values += [node.meta["grapharg"].example for node in self._places if is_mesh(node)]
@@ -144,7 +144,7 @@ class Region:
             if node.name in self._held:
                 path = self._held[node.name][0]
                 paths[node.name] = path if path not in paths.values() else f"{path}.{node.name}"
-                _hold(module, paths[node.name], tensor)
+                _assign_attr(tensor, module, paths[node.name])
         module.held = paths
         stated = self._plan.layouts
         parameters = {path: stated.parameters[path] for path in paths.values() if path in stated.parameters}
@@ -242,15 +242,3 @@ class _Examples:
         self.is_dynamic = any(self.dynamic.values()) and not training
         shapes = () if self.is_dynamic else tuple(tuple(one.shape) for one in self.tensors.values())
         self.fixed: tuple[Any, ...] = (*self.numbers.values(), shapes, training)
-
-
-def _hold(module: nn.Module, path: str, tensor: Any) -> None:
-    *words, name = path.split(".")
-    for word in words:
-        if word not in module._modules:
-            module.add_module(word, nn.Module())
-        module = module._modules[word]  # type: ignore[assignment]
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(name, tensor)
-    else:
-        module.register_buffer(name, tensor)

@@ -295,13 +295,9 @@ def _expect_same(name: str, before: Any, value: Any) -> None:
 
 def write_out(graph: Graph) -> None:
     """Replaces each op `layer` by a copy of the nodes of the traced layer with the same number."""
-    of_target: dict[Any, list[Any]] = {}
-    for node in graph.nodes:
-        of_target.setdefault(node.target, []).append(node)
-    begins = {node.args[2]: node for node in of_target.get(ops.layer_begins.default, ())}
-    ends = {node.args[1]: node for node in of_target.get(ops.layer_ends.default, ())}
+    begins, ends = _ends(graph)
     copies: dict[tuple[Traced, str], dict[Node, Node]] = {}
-    for stand_in in of_target.get(ops.layer.default, ()):
+    for stand_in in graph.find_nodes(op="call_function", target=ops.layer.default):
         *_, number, path = stand_in.args
         traced = _traced[number]
         of = copies[traced, path] = dict(copies.get((traced.layer, path), {}) if traced.layer else {})
@@ -309,6 +305,12 @@ def write_out(graph: Graph) -> None:
     for node in (*begins.values(), *ends.values()):
         _replace(graph, node, node.args[0])
     graph.lint()
+
+
+def _ends(graph: Graph) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """First and last op of each traced layer, by the number of the layer."""
+    begins, ends = (graph.find_nodes(op="call_function", target=op.default) for op in (ops.layer_begins, ops.layer_ends))
+    return {node.args[2]: node for node in begins}, {node.args[1]: node for node in ends}
 
 
 def _between(begin: Node, end: Node) -> Iterator[Node]:
@@ -320,12 +322,8 @@ def _between(begin: Node, end: Node) -> Iterator[Node]:
 
 def _regions(graph: Graph) -> dict[Node, int]:
     """Maps the nodes of traced layers to the number of the layer."""
-    found: dict[Node, int] = {}
-    begins = {node.args[2]: node for node in graph.nodes if node.target is ops.layer_begins.default}
-    for end in graph.nodes:
-        if end.target is ops.layer_ends.default:
-            found.update(dict.fromkeys(_between(begins[end.args[1]], end), end.args[1]))
-    return found
+    begins, ends = _ends(graph)
+    return {node: number for number, end in ends.items() for node in _between(begins[number], end)}
 
 
 def _written_by(node: Any) -> list[Node]:
