@@ -307,14 +307,9 @@ class CallSignature:
     @staticmethod
     def parse(text: str) -> CallSignature:
         fields = json.loads(text)
-        return CallSignature(
-            **{
-                **fields,
-                "shapes": tuple(map(tuple, fields["shapes"])),
-                "spans": tuple(ByteRange(*span) for span in fields["spans"]),
-                "windows": tuple(map(tuple, fields["windows"])),
-            }
-        )
+        fields["shapes"], fields["windows"] = (tuple(map(tuple, fields[name])) for name in ("shapes", "windows"))
+        fields["spans"] = tuple(ByteRange(*span) for span in fields["spans"])
+        return CallSignature(**fields)
 
 
 def disagreement(signatures: Sequence[CallSignature]) -> str | None:
