@@ -70,7 +70,7 @@ def test_matches_numpy_around_the_largest(dtype: DType, ranks: int) -> None:
 
 
 def test_sums_in_random_schedules() -> None:
-    """Several calls are in flight. All memory is NaN before each call."""
+    """Several calls are in flight. Outputs and temporaries are NaN before each call."""
     fusion = reduced(hw.f32, ranks=3)
     calls = [integer_arrays(fusion, {}, number) for number in range(3)]
     for seed in range(10):

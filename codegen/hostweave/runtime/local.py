@@ -204,7 +204,7 @@ class LocalProgram:
         self._ready_for = call.global_shapes()
 
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
-        """Allocates memory for prepared calls, and copies arrays from the GPUs of other ranks. Returns a function that passes the staged
+        """Allocates memory for prepared calls, and copies arrays from other GPUs. Returns a function that passes the staged
         calls to `work`, and that the rank's thread must call."""
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)

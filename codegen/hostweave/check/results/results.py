@@ -257,9 +257,9 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """Sizes at which results are compared, each with the program or a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first, if there are any. Other sizes follow if they run more lines. If the program packs blocks,
-    all sizes follow: a swap of pack and unpack does not show if there are as many blocks as rows. For a fusion with many elements, the
-    variant replaces large sizes.
+    Sizes that do not divide evenly come first, if there are any. Other sizes follow if they run more lines. If instructions pack or unpack
+    blocks, all sizes follow: a swap of pack and unpack does not show if there are as many blocks as rows. For a fusion with many elements,
+    the variant replaces large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)

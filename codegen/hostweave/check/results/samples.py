@@ -24,7 +24,7 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-ROUNDING_TOLERANCE = 1e-9  # relative rounding error up to which a shadow counts as an integer, or a sum as 0
+ROUNDING_TOLERANCE = 1e-9  # relative to 1 + the magnitude of a possible integer, or to the size of a sum that may be 0
 
 
 class NeedsSingleSample(Exception):
