@@ -1,4 +1,4 @@
-"""Text of either IR with random changes or huge sizes. The result is a program or a ProgramError, in bounded time."""
+"""Text of either IR with random changes, huge sizes or other errors. The result is a program or a ProgramError, in bounded time."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_fusion_texts_that_were_changed(seed: int) -> None:
     assert programs < 100
 
 
-# --- excessive sizes --------------------------------------------------------------------------------------------------
+# --- excessive sizes and other errors ---------------------------------------------------------------------------------
 
 CPU_DEVICE = "host @p(%x: f32[M@x]) -> (%y: f32[M@x]) mesh(x=2) {\n  BODY\n}\n"
 BIG = "9" * 400

@@ -192,12 +192,12 @@ SLICES: dict[str, tuple[Traced, str]] = {
         "5 elements exceed dim 0 of f32\\[4, N\\]; take at most 4",
     ),
     "no size": (lambda x, u, at: hw.dynamic_slice(x, (at, 0), ("1+", "N")), "dynamic_slice: "),
-    "a float": (lambda x, u, at: hw.dynamic_slice(x, (0.5, 0), (1, "N")), "dim 0 cannot start at 0.5; pass an int, or a tensor of ints"),
+    "a float": (lambda x, u, at: hw.dynamic_slice(x, (0.5, 0), (1, "N")), "dim 0 cannot start at 0.5; pass an int that fits i64, or a"),
     "floats": (lambda x, u, at: hw.dynamic_slice(x, (hw.sum(x), 0), (1, "N")), "dim 0 cannot start at f32\\[\\]; pass an int"),
     "several": (lambda x, u, at: hw.dynamic_slice(x, (hw.iota(x, 0), 0), (1, "N")), "dim 0 cannot start at i32\\[4\\]; pass an int"),
     "several places": (
         lambda x, u, at: hw.dynamic_update_slice(x, u[:, :1], (0, hw.iota(x, 1))),
-        r"dim 1 cannot start at i32\[N\]; pass an int, or a tensor of ints that has one element$",
+        r"dim 1 cannot start at i32\[N\]; pass an int that fits i64, or a tensor of ints that has one element$",
     ),
     "a dtype": (
         lambda x, u, at: hw.dynamic_update_slice(x, hw.astype(u, hw.f16), (at, 0)),

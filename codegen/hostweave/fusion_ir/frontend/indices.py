@@ -137,11 +137,11 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 
 @_called("added")
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
-    """Adds elements of `source` to a copy of x, at `indices` along a dim. Elements with equal indices are summed. Shapes are those of
-    `scatter`.
+    """Adds elements of `source` to a copy of x, at `indices` along a dim. Shapes are those of `scatter`.
 
-    Elements are added in the order of the source, in the dtype of x, so results are reproducible on GPUs too. Dim `axis` of x may be
-    sharded. If dim `axis` of `indices` is sharded, each rank sums its elements, and the result is a partial sum.
+    Elements with equal indices are summed in the order of the source, in the dtype of x. The sums are then added to x, with broadcasting.
+    So results are reproducible on GPUs too. Dim `axis` of x may be sharded. If dim `axis` of `indices` is sharded, each rank sums its
+    elements, and the result is a partial sum.
 
     Raises ProgramError for other shapes.
 
@@ -223,7 +223,7 @@ def _start(
     if not isinstance(start, Tensor) or start.dtype.kind not in INTS or not (is_one or has_each):
         what = start.type if isinstance(start, Tensor) else repr(start)
         each = f", or one for each of [{', '.join(map(str, before))}]" if before else ""
-        why = f"pass an int, or a tensor of ints that has one element{each}"
+        why = f"pass an int that fits i64, or a tensor of ints that has one element{each}"
         raise ProgramError.here(f"{word}: dim {axis} cannot start at {what}; {why}")
     rows = record("iota", target=TensorType(i64, (Dim(size - length + 1),)), beside=x)
     return record("start", start if has_each or not start.ndim else hw.reshape(start), rows)
