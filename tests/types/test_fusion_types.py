@@ -10,7 +10,7 @@ import pytest
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.types.mesh import RankSizes
-from hostweave.types.size import LocalSize, Size
+from hostweave.types.size import FirstIndex, LocalSize, Size
 from hostweave.types.tensor import Dim, TensorType
 
 
@@ -54,6 +54,9 @@ def test_sizes_of_shards() -> None:
         (m + n).ceil_div(8): "ceil((M + N)/8)",
         part + 2: "(local(M, x) + 2)",
         part // 2 * n: "N*local(M, x)/2",
+        (m // 2).ceil_div(8): "ceil(M/2/8)",
+        Size(1, (LocalSize(m * n // 2, ("x",)),)): "local(M*N/2, x)",
+        Size(1, (FirstIndex((m + n) // 2, ("x",)),)): "first((M + N)/2, x)",
     }
     for size, text in sizes.items():
         assert str(size) == text

@@ -306,12 +306,12 @@ class SizeReader(Lexer):
         return summed(terms)
 
     def atom(self, what: str = "a size") -> Atom:
-        """Parses a name, `ceil(M/8)`, `local(M, x)` or `first(M, x)`."""
+        """Parses a name, `ceil(M/8)`, `local(M, x)` or `first(M/2, x)`."""
         start, name = self.at, self.word(what)
         if name not in ("ceil", "local", "first") or not self.accept("("):
             return name
         with self.inside():
-            size = self._product()
+            size = self._product() if name == "ceil" else self.size()
         while name == "ceil" and self.accept("/"):  # the last divisor is the number of ranks
             ranks = self._divisor(size, start)
             if self.accept(")"):
