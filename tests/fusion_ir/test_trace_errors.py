@@ -51,6 +51,11 @@ ERRORS = {
         {"x": 'hw.u8["M"]'},
         "4: add: 300 is not a value of u8[M]; use hw.astype or another number",
     ),
+    "sums of other rows": (
+        "return hw.scatter_add(x, 1, i, s)",
+        {"x": 'hw.f32[1, "K"]', "i": 'hw.i64["M", "N"]', "s": 'hw.f32["M", "N"]'},
+        "4: scatter_add: cannot add f32[M, N] to f32[1, K]: the sums would be f32[M, K]; make dims other than 1 equal",
+    ),
     "condition": ("return hw.where(x, x, x)", {}, "4: where: the condition must be bool, not bf16[M, K]; compare it first"),
     "operand": ("return hw.add(x, 'a')", {}, "4: add: 'a' is neither a tensor of this fusion nor a Python number; make it an input"),
     "numbers alone": ("return hw.add(1, 2)", {}, "4: add: no operand is a tensor; compute with Python numbers instead"),

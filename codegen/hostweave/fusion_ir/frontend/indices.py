@@ -139,7 +139,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Adds elements of `source` to a copy of x, at `indices` along a dim. Shapes are those of `scatter`.
 
-    Elements with equal indices are summed in the order of the source, in the dtype of x. The sums are then added to x, with broadcasting.
+    Elements with equal indices are summed in the order of the source, in the dtype of x. The sums are then added to x.
     So results are reproducible on GPUs too. Dim `axis` of x may be sharded. If dim `axis` of `indices` is sharded, each rank sums its
     elements, and the result is a partial sum.
 
@@ -150,7 +150,12 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     """
     number = dim_of(x, axis, "scatter_add")
     rows = _numbers(x, number)
-    return x + record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
+    sums = record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
+    if sums.type.shape != x.type.shape:
+        raise ProgramError.here(
+            f"scatter_add: cannot add {source.type} to {x.type}: the sums would be {sums.type}; make dims other than {number} equal"
+        )
+    return x + sums
 
 
 Starts = Sequence[Tensor | int]  # one start per dim
