@@ -116,8 +116,8 @@ class Running:
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
-        """Variant without the optional transports for which `all_have` is false. The reason `why` is equal on all ranks. Raises
-        ExecutionError unless the compiler chose these transports."""
+        """Variant that keeps only those optional transports for which `all_have` is true, by default none. The reason `why` is
+        equal on all ranks. Raises ExecutionError unless the compiler chose these transports."""
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot access each other\'s memory: {why}; compile with transport="{DEFAULT}"')
         _tell_once(f"hostweave: {self.name} communicates more slowly than possible: {why}")

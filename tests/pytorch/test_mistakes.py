@@ -158,7 +158,7 @@ def test_module(forward: Callable[..., Any], message: str) -> None:
 
 
 COMPILES: dict[str, tuple[Callable[[], Any], str]] = {
-    "function": (lambda: hostweave.torch.compile(torch.relu, MESH, {}, (X,)), "is not a torch.nn.Module; pass the module"),  # type: ignore[arg-type]
+    "function": (lambda: hostweave.torch.compile(torch.relu, MESH, {}, (X,)), "is not a torch.nn.Module; pass the module itself"),  # type: ignore[arg-type]
     "no inputs": (lambda: compiled(inputs=()), "example_inputs is empty; pass the arguments of one call"),
     "wrong shape": (lambda: compiled(inputs=(torch.ones(4, 9),)), "(?s)Layer: torch.export: .*pass example_inputs that the module takes"),
     "too many": (lambda: compiled(inputs=(X, None, X)), "(?s)Layer: torch.export: "),
@@ -285,7 +285,10 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda c, op: hostweave.torch.compile(Layer().eval(), MESH, {}, (X,), target="gpu"),
         "layer: there is no target 'gpu'; the targets are cpu and cuda",
     ),
-    "a class": (lambda c, op: compiled(module=Layer), "<class '.*Layer'> is not a torch.nn.Module; pass the module, not its"),
+    "a class": (
+        lambda c, op: compiled(module=Layer),
+        "<class '.*Layer'> is not a torch.nn.Module; pass the module itself, not its class or forward",
+    ),
     "arrays of NumPy": (
         lambda c, op: compiled(inputs=(X.numpy(),)),
         "Layer: torch.export: Unsupported input type <class 'numpy.ndarray'>; use tensors, or call ",

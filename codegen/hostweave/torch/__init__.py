@@ -136,7 +136,9 @@ def compile(
         why = "schedule=, microbatches= and loss= are for pipelines"
         raise ProgramError(f"hostweave.torch.compile: {why}; pass a Pipe of torch.distributed.pipelining, or a list of stages")
     if not isinstance(module, nn.Module):
-        raise ProgramError(f"hostweave.torch.compile: {module!r} is not a torch.nn.Module; pass the module, not its forward function")
+        raise ProgramError(
+            f"hostweave.torch.compile: {module!r} is not a torch.nn.Module; pass the module itself, not its class or forward"
+        )
     if isinstance(module, CompiledModule):
         raise ProgramError("hostweave.torch.compile: the module is already compiled; pass the original module")
     if not isinstance(plan, Mapping | None) or not all(isinstance(pattern, str) for pattern in plan or ()):
