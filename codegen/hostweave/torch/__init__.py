@@ -77,9 +77,9 @@ def compile(
     module that returns them. An axis other than tp may shard both a parameter and the first dim of an input. The parameter is then gathered
     along this axis before use.
 
-    A module that `fully_shard` prepared needs no plan. Unless the plan states inputs, `example_inputs` are then the inputs of one rank.
-    Inputs with as many rows as the first tensor are sharded by rows. Results have the rows of the rank, and a loss is over the rows of all
-    ranks.
+    A module that `fully_shard` prepared needs no plan. If the plan states no inputs, `example_inputs` are then the inputs of one rank, and
+    inputs with as many rows as the first tensor are sharded by rows. Results with one row per input row have the rows of the rank, and a
+    loss is over the rows of all ranks.
 
     `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for these
     arguments. Sizes are fixed, except those in `dynamic_shapes`, which is written as for torch.export. Equal modules of a list, such as
@@ -92,8 +92,8 @@ def compile(
 
     `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
-    torch.amp.GradScaler for 16-bit gradients. Each call scales the loss. A call that updates parameters also does `unscale_`, `step` and
-    `update`.
+    torch.amp.GradScaler for 16-bit gradients. Each call scales the gradients, but not the loss that it returns. A call that updates
+    parameters also does the work of `unscale_`, `step` and `update`.
 
     With `fp8="row"`, linears whose weights are in the plan, or are DTensors, are computed in 8-bit floats, with one scale per row. "tensor"
     uses one scale per tensor. "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights.

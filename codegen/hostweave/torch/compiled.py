@@ -49,7 +49,7 @@ class Delegating(nn.Module):
         return getattr(module, name) if module is not None else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets public attributes that the wrapped module has on the wrapped module, whose `forward` reads them."""
+        """Sets public attributes of the wrapped module on that module, whose `forward` reads them. Sets others on this object."""
         module = vars(self).get("_module")
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         setattr(module, name, value) if not is_own and hasattr(module, name) else super().__setattr__(name, value)
@@ -62,7 +62,7 @@ class Delegating(nn.Module):
 
     @property
     def training(self) -> bool:
-        """True if the module is in training mode. A CompiledModule raises ArgumentError if the mode has changed since compile time."""
+        """True if the module is in training mode. Calls of a CompiledModule raise ArgumentError if the mode has changed."""
         return self._module.training  # type: ignore[no-any-return]
 
     @training.setter
@@ -84,8 +84,8 @@ class CompiledModule(Delegating):
     A call has the arguments and results of the original module. Parameters, buffers, state dict and other attributes are those of the
     original module.
 
-    In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Arguments that the plan shards are then local
-    blocks, and other arguments are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in
+    In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Sharded arguments are then local blocks, and other
+    arguments are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in
     place, or copied before each call, so calls see the writes of optimizers and of `load_state_dict`.
     """
 
@@ -137,8 +137,7 @@ class CompiledModule(Delegating):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with these arguments. Raises ArgumentError if arguments or the module differ from compile time, or if gradients
-        are needed that were not compiled."""
+        """Raises ArgumentError if arguments or the module differ from compile time, or if gradients are needed that were not compiled."""
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,10 +204,10 @@ class CompiledModule(Delegating):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """Maps the path of each module in a list, such as nn.ModuleList, to "traced", or to a value such as "as layers.0".
+        """Maps the path of each called module of an outermost list, such as nn.ModuleList, to "traced" or to text such as "as layers.0".
 
-        "as layers.0" means that the module uses the trace of the equal module `layers.0`. If a module differs from the modules before it,
-        the value has the reason, such as `traced: its attention.scale differs from layers.0`.
+        "as layers.0" means that the module uses the trace of the equal module `layers.0`. The text may have the reason for a separate
+        trace, such as `traced: its attention.scale differs from layers.0`.
         """
         return self._graph.traced
 
@@ -251,7 +250,7 @@ class CompiledModule(Delegating):
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Returns the keyword arguments of a call for one rank, with copied blocks of the tensors that the program writes."""
+        """Returns one rank's keyword arguments of a call. Copies the rank's blocks of tensors that the program writes."""
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in _keywords(self._specs.in_spec)}))
         types, names = self._part.graph.input_types, self._graph.names
         blocks: list[Any] = [
@@ -262,7 +261,7 @@ class CompiledModule(Delegating):
         return pytree.tree_unflatten(owned, spec)[1]  # type: ignore[no-any-return]
 
     def _written(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> dict[str, torch.Tensor]:
-        """Maps names to the arguments and buffers that the program writes to, in the layout of this rank."""
+        """Maps names to the arguments and buffers that the program writes to: local tensors in a group, otherwise global tensors."""
         found = {}
         for node in self._graph.written:
             name = self._graph.names[node]
@@ -389,7 +388,7 @@ def _keywords(spec: Any) -> list[str]:
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
-    """Dtypes of torch.autocast on the CPU and on GPUs, or None if it is off."""
+    """Dtypes of torch.autocast on the CPU and on GPUs, with None for a device on which it is off."""
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
 
 

@@ -18,7 +18,7 @@ from hostweave.torch import caches
 from hostweave.torch.compiled import CompiledModule, not_traced
 
 _CACHE_WORDS = ("cache", "past_key_values", "cache_params")
-_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # tokens are along dim 1 or the last dim
+_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # tokens are along dim 1, in position_ids the last
 _ROUNDED = 64  # cache lengths are multiples of 64, so that prompts of similar lengths share a program
 _own = weakref.WeakKeyDictionary[Any, bool]()  # cache of `generate` -> True if the host need not wait for each token
 _patching = threading.Lock()  # ranks may be threads
@@ -62,7 +62,7 @@ class TokenGraph:
         self._cache = caches.Snapshot(cache)
 
     def takes(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if a launch can compute a call."""
+        """True if a launch can compute a call with these arguments."""
         leaves, form = _flat({**kwargs, self._word: None})
         return form == self._form and all(map(_is_alike, leaves, self._leaves)) and self._cache.equals(kwargs[self._word])
 
@@ -86,7 +86,7 @@ def _clone(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Leaves of the values, and the structure of each one. Common leaves bypass pytree, which is slow."""
+    """Leaves of the values, and the structure of each value, None for a common leaf. Common leaves bypass pytree, which is slow."""
     leaves, form = list[Any](), dict[str, Any]()
     for name, value in values.items():
         is_leaf = value is None or isinstance(value, torch.Tensor | bool)
@@ -237,7 +237,7 @@ class Generation:
         return program
 
     def _compiled(self, kwargs: dict[str, Any]) -> CompiledModule:
-        """Compiles a program, if possible for all lengths of prompts and masks."""
+        """Compiles a program, if possible for several lengths of prompts and masks."""
         try:
             return self._compile(kwargs, self._free(kwargs))
         except ProgramError as error:
@@ -247,7 +247,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """Dynamic shapes for a call: lengths above 1 of tokens and masks, because prompts differ in length."""
+        """Makes the lengths of tokens and masks dynamic if they are above 1, because prompts differ in length."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)

@@ -1,7 +1,7 @@
 """The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
-While a layer is traced, `cache.layers` is replaced by a list that records uses of other layers. `layer_idx` is replaced by an `Index`,
-which records its own uses. Equal layers may differ in their indices.
+While a layer is traced, `cache.layers` is replaced by a `_Layers`, which records uses of other cache layers. `layer_idx` is replaced by
+an `Index`, which records its own uses. Equal layers may differ in their indices.
 """
 
 import operator
@@ -65,7 +65,7 @@ def is_cache(value: Any) -> bool:
 
 
 class _Layers:
-    """The layers of a cache. `others` becomes True if another layer than `own` may have been used."""
+    """The layers of a cache. `others` becomes True if a layer other than layer `own` may have been used."""
 
     def __init__(self, layers: list[Any], own: int | None):
         self._layers, self._own, self.others = layers, own, False
@@ -145,7 +145,7 @@ class Part:
         if described([*leaves, *self._others().values()]) is None or not is_same(self._attributes, self._others()):
             why = "it changes attributes of a cache, or writes objects to a cache"
         if any(tensor.untyped_storage()._cdata in memory for tensor in [*made, *new]):
-            why = "it returns, or keeps in its cache, a part of a cache that it writes"
+            why = "it returns, or stores in its cache, memory of a cache tensor that it writes"
         following = count(len(self._begun) + len(made))
         sources = [before[id(tensor)] if id(tensor) in before else next(following) for tensor in tensors_in(leaves)]
         made += [*new, *written.values()]
@@ -191,5 +191,5 @@ def _described(leaf: Any) -> tuple[object, ...] | None:
 
 
 def _size(size: Any) -> Any:
-    """The expression of a size, because torch would add a guard for a comparison of symbolic sizes."""
+    """An int, or the expression of a symbolic size. Torch would add a guard if symbolic sizes were compared."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

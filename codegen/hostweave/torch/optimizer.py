@@ -1,4 +1,4 @@
-"""Steps of a torch optimizer for the parameters of a group, with the numbers that change from step to step."""
+"""Steps of a torch optimizer for the parameters of a parameter group, with the numbers that change from step to step."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ _REMEDY = "omit optimizer=, and call backward() and step()"
 
 
 def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, state: Mapping[str, Any]) -> Any:
-    """Copy of the optimizer that has only one parameter, and no hooks."""
+    """Copy of the optimizer with only this parameter, and without hooks."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)  # copy() would copy only the pickled attributes
     shadow.param_groups = [{**group, "params": [parameter], **{key: False for key in _OFF if key in group}}]
@@ -96,8 +96,8 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
 
 
 class RecordedStep:
-    """Recorded step for the parameters of a group that have equal `words`. `changing` has the indices of numbers that change between
-    steps."""
+    """Recorded step for the parameters of one shape and dtype in a parameter group. `changing` has the indices in `step.numbers` of numbers
+    that change between steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
         self._optimizer, self.group, self.size = optimizer, group, prod(shape)
@@ -132,8 +132,8 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step, and then compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Records a step for each scheduled option, with a slightly changed value. Skips options that have no number, or for which the
-        recording fails."""
+        """Records a step for each scheduled option, with a slightly changed value. Skips options that `_nudged` cannot change, or for which
+        the recording fails."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:
@@ -157,7 +157,7 @@ class RecordedStep:
         return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
     def next(self, name: str, host: Mapping[str, Any] | None) -> UpdateStep:
-        """Returns the step after the host state `host`, which is None before the first step. Errors begin with `name`."""
+        """Returns the step that starts from the host state `host`, which is None before the first step. Errors begin with `name`."""
         step = None
         if host is not None and self.step.calls:
             self._start_from(host)
@@ -196,7 +196,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _nudged(value: Any, of_zero: float | None = None) -> Any:
-    """Makes the floats of an option 1% smaller, or `of_zero` instead of 0. Returns None if nothing changes."""
+    """Makes the floats and one-element tensors of an option 1% smaller. Returns `of_zero` for 0, and None if nothing changes."""
     if isinstance(value, tuple | list):
         changed = [_nudged(one) for one in value]
         return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None

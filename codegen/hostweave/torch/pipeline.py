@@ -81,7 +81,7 @@ class Pipeline:
         return loss  # type: ignore[no-any-return]
 
     def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
-        """Inputs of the optimizer steps, and the host state after them by stage. The inputs are None for stages of other ranks."""
+        """Inputs of the optimizer steps, and for each stage of this rank the host state after its step. Inputs of other stages are None."""
         given: dict[str, Any] = {}
         hosts: dict[int, list[dict[str, Any]]] = {}
         for number, updates in self._inputs.updates.items():
@@ -115,7 +115,7 @@ class Pipeline:
         return value.detach().contiguous().chunk(count)
 
     def _own(self, held: Any, type: TensorType, rank: int | None) -> Any:
-        """This rank's block of a tensor, if it has one. The whole tensor if all ranks are in this process."""
+        """This rank's block of a tensor, or None if the rank has none. Without a group, the whole tensor."""
         if rank is not None and rank not in type.mesh_in(self.program.mesh).all_ranks:
             return None
         return block_of(held, rank, type, self.program.mesh).contiguous()

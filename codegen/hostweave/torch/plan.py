@@ -45,7 +45,7 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh, found: Layouts | None = None) -> Layouts:
-    """Adds the shardings of the plan and of DTensors to `found`. `dims` has the numbers of dims of inputs."""
+    """Adds the shardings of the plan and of DTensors to `found`. `dims` maps inputs to numbers of dims."""
     found = found or Layouts()
     tensors = dict(tensors_of(module))
     for name, parameter in tensors.items():
@@ -108,7 +108,8 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def matching(pattern: str, names: Iterable[str], what: str, argument: str = "plan") -> list[str]:
-    """Names that match a pattern. The last components must match, so `layers.*` matches the layers, but not modules inside of them."""
+    """Names that match a pattern. The last component of a pattern matches only one component, so `layers.*` matches the layers, but not
+    modules inside of them."""
     names, (path, _, word) = list(names), pattern.rpartition(".")
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     matching = [
@@ -128,7 +129,7 @@ def text_of(layout: AxesOfDims) -> str:
 
 
 def axes_of(text: str) -> AxesOfDims:
-    """Parses text such as `tp, -` or `dp+tp, -`, with mesh axes from the outermost."""
+    """Parses text such as `tp, -` or `dp+tp, -`. Of several axes of a dim, the first is the outermost."""
     return tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
 
 
@@ -160,7 +161,7 @@ def _placed(placement: Any, dims: int, axis: str) -> AxesOfDims | None:
 
 
 def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, AxesOfDims]]:
-    """Shardings that a parallel style of torch states for a module. Defaults are omitted, because they are inferred."""
+    """Shardings that a parallel style of torch states for a module. Omits default `output_layouts`, which are inferred."""
     dims = 3  # [batch, sequence, features]
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0

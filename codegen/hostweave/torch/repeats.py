@@ -37,7 +37,7 @@ _ABSENT = object()
 
 @dataclass(eq=False)
 class Traced:
-    """A traced layer, or its derivative. A copy of its nodes replaces each op `layer` with this `number`."""
+    """A traced layer, or the derivative of one. A copy of these nodes replaces each op `layer` with this `number`."""
 
     path: str
     arguments: int = 0  # number of operands that are arguments; tensors of a cache follow them
@@ -192,7 +192,7 @@ class Repeats:
         return ""
 
     def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
-        """Names of the attributes that each module read, also for layers that were not traced."""
+        """Names of the attributes that were read, by path of their module, also for layers that were not traced."""
         found = {path: set(of_module) for path, of_module in reads.items()}
         for path, how in self.how.items():
             first = how.removeprefix("as ")
@@ -212,7 +212,7 @@ def _structure(layer: nn.Module) -> object:
 
 
 def _difference(first: _First, layer: nn.Module, structure: object, call: _Call) -> str:
-    """Describes how a layer differs from a traced one, or ""."""
+    """Description of how a layer differs from a traced layer, or ""."""
     if structure != first.structure:
         return "its structure differs"
     if call.key != first.call.key:
@@ -250,8 +250,8 @@ def _contents(value: Any) -> Any:
 
 @contextmanager
 def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
-    """Records which attributes submodules read, by path, and the names of attributes that are assigned or whose contents change.
-    With `has_cache`, a submodule that reads its index in a cache gets an `Index`."""
+    """Records which attributes of submodules are read, by path, and the names of attributes that are assigned or whose contents change.
+    With `has_cache`, a read of a submodule's index in a cache returns an `Index`."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
@@ -349,8 +349,8 @@ def _root(node: Any) -> Any:
 
 
 def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str, of: dict[Node, Node]) -> list[Node]:
-    """Inserts copies of the nodes between `begin` and `end` in front of the op `before`, whose operands replace the layer's inputs. Adds
-    the copies to `of`, by node, and returns the results."""
+    """Copies the nodes between `begin` and `end` that `of` lacks. The copies precede the op `before`, whose operands replace the layer's
+    inputs. Adds the copies to `of`, by node, and returns the results."""
     of.update(zip(begin.args[1], before.args[1], strict=True))
     of.update({user: before.args[0][user.args[1]] for user in begin.users})
     with graph.inserting_before(before):

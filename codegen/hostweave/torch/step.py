@@ -23,7 +23,7 @@ from hostweave.torch.updates import Updates, clipped, copied_to, local, squares,
 from hostweave.types.tensor import TensorType
 
 _SUM = "sum"  # suffix of the names of accumulated gradients
-_IS_FIRST = "is_first"  # input of the accumulating program: 1 in the first call of a sum
+_IS_FIRST = "is_first"  # input of the accumulating program: 1 in the first of N calls, otherwise 0
 
 
 class TrainingStep(Differentiated):
@@ -142,8 +142,8 @@ class TrainingStep(Differentiated):
         return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """Returns the new parameters and state. Before these come the gradient norm if gradients are clipped, and then the number of
-        gradient elements that are not finite if gradients are scaled."""
+        """Returns a list: with clipping, the gradient norm; with a scaler, the number of gradient elements that are not finite; then the
+        new parameters and state."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updates.parameters, gradients, strict=True)]
         norm, found_odd = list[hw.Tensor](), list[hw.Tensor]()

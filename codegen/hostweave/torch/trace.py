@@ -47,11 +47,11 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     return hw.block(**inputs)(_program(graph, name, starts)), types
 
 
-LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node -> (layer, its function, or another layer with equal results)
+LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node -> (layer, function or an equal layer to take results from)
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
-    """Functions of repeated layers. Their names begin with `prefix`."""
+    """Functions of repeated layers, with names that begin with `prefix`."""
     layers = repeated_layers(graph)
     types = _types_between(graph, name, layers, options) if layers else {}
     layers = alike([layer for layer in layers if _takes_the_same(graph, layer, types)])
@@ -236,8 +236,7 @@ def _with_shardings(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """Compares each program input that this layer takes with the result that the next equal layer takes as the same argument. True if all
-    types are equal."""
+    """True if each program input that a layer takes has the type of the layer result that later equal layers take instead."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

@@ -146,7 +146,7 @@ class TrainingModule(Differentiated):
 
     @cached_property
     def _sharded(self) -> list[int]:
-        """Indices of parameters that are whole on each rank although the plan shards them."""
+        """Indices of parameters that require grad, and are whole on each rank although the plan shards them."""
         plain = [number for number, held in enumerate(self._held) if self._wants[number] and not isinstance(held, DTensor)]
         return [number for number in plain if any(self._joint.axes_of(self._joint.origins[number]))]
 

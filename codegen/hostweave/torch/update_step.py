@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._put(tensor, OperandSource(name))
 
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> UpdateStep:
-        """Returns the recorded step. `filled` replaces the ops that fill new state entries with a number."""
+        """Returns the recorded step. Ops that fill new state entries with a number become entries of `filled` in the step."""
         filled: dict[str, float] = {}
         named: dict[OperandSource, OperandSource] = {}  # result of a fill op -> state entry that it creates
         for name, tensor in kept.items():
@@ -328,7 +328,7 @@ _CHANGING = threading.RLock()  # locked while globals of an optimizer's module a
 
 @contextmanager
 def lazy_numbers(optimizer: type) -> Iterator[None]:
-    """Makes `max` and `min` in an optimizer's module accept tensors."""
+    """Lets the code of an optimizer use "meta" tensors as numbers, also in `max` and `min`."""
     module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
     with _CHANGING:
         before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
