@@ -30,7 +30,7 @@ def scaled_dot_product_attention(
     draw: Tensor | int = 0,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention: softmax(query keyT * scale + mask) value, with the signature of PyTorch's function.
+    """Scaled dot-product attention: softmax(query keyT * scale + mask) value. The positional parameters are PyTorch's.
 
     The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
     If the dtype is narrower than f32, the softmax is computed in f32. Source: Vaswani et al., "Attention is all you need", 2017.
@@ -104,13 +104,13 @@ def attention(
     - `window`: a row attends only to the last `window` columns that `causal` allows.
     - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. With "bottom_right",
       row i attends to keys up to lengths - S + i. If this is negative, the row gives zeros, and a log-sum-exp of -inf.
-    - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]; dims before the last one may be 1
-      or missing. -inf hides a column. A row whose columns are all hidden gives zeros, and a log-sum-exp of -inf.
+    - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]. Dims before the last one may be 1,
+      and dims before S may be missing. -inf hides a column. A row whose columns are all hidden gives zeros, and a log-sum-exp of -inf.
     - `offsets`, i32, are the starts of N packed sequences and the end of the last one: [B, N + 1] for [B, H, S, E], and [N + 1] for [H, S,
       E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row attends only to keys of its sequence.
       Rows outside of all sequences give zeros, and a log-sum-exp of -inf.
 
-    Without lengths, a bias and offsets, each row must attend to at least one column.
+    If none of lengths, bias and offsets is given, each row must attend to at least one column.
 
     Attention kernels compute the result, without a matrix of scores in memory, under three conditions: the dtype is f32, f16 or bf16; the
     query is [B, H, S, E] or [H, S, E]; E and F are ints of at most 256, and multiples of 8 for 16-bit dtypes. Otherwise attention is
@@ -331,7 +331,7 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
 def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Checks the masks. Returns the masks that are given, and the attributes that say which masks these are."""
+    """Checks the masks. Returns the given masks, and the op's attributes `bias` and `packed`."""
     given = {word: mask for word, mask in (("lengths", lengths), ("bias", bias), ("offsets", offsets)) if mask is not None}
     if why := why_no_masks(query.type, key.type, {word: mask.type for word, mask in given.items()}):
         raise ProgramError.here(f"attention: {why}")

@@ -96,7 +96,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
         raise ProgramError.here(f"{name}: correction={correction!r} must be an int, because the size {count} is symbolic; use int sizes")
-    # All means are in one tensor, so that one all-reduce is enough.
+    # The means below are in one tensor, so that one all-reduce computes them.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
         scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
@@ -262,13 +262,14 @@ def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
 
 @_called("rotary")
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary position embedding: rotates pairs of elements of the last dim of x [..., S, E]. `cos` and `sin` of the angles broadcast to
-    [..., S, E/2].
+    """Rotary position embedding: rotates pairs of elements of the last dim of x [..., S, E].
+
+    `cos` and `sin` of the angles have E/2 elements in their last dim. Their other dims broadcast to those of x.
 
     A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved`, a pair is elements 2i and 2i + 1. The result has the
     shape and dtype of x. Floats narrower than f32 are computed in f32. Source: Su et al., "RoFormer", 2021.
 
-    Raises ProgramError if x is not [..., S, E] with an even E, or if `cos` or `sin` does not broadcast.
+    Raises ProgramError if x is not [..., S, E] with an even E, or if `cos` or `sin` has another shape.
 
     Example: `hw.rotary_embedding(q, cos, sin)` with `q: bf16[B, H@tp, S, 128]`, and `cos` and `sin` of `f32[S, 64]`.
     """

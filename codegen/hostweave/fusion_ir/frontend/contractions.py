@@ -22,8 +22,8 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     Letters that are missing in the result are summed over. Without `->` the result has the letters that occur once, in alphabetical order.
     More than two operands are multiplied from left to right.
 
-    One matmul contracts all letters that two operands share and that are summed over. The supported dtypes are then
-    those of `hw.matmul`. If a contracted dim is sharded, the result is a partial sum.
+    One matmul contracts all summed letters that two operands share. Its dtypes are those of `hw.matmul`. If a contracted dim is sharded,
+    the result is a partial sum.
 
     Raises ProgramError if `subscripts` is invalid or does not fit the operands. An ellipsis, and a letter that occurs twice in one operand,
     are not supported.

@@ -13,8 +13,8 @@ Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or input -> inde
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, replaces each
-    output that reuses an input by a reshard to the input's sharding.
+    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, reshards
+    replace the entries that do not state the sharding of their input.
 
     Exactly one output must qualify for each input, apart from outputs that other inputs need. An output qualifies under three conditions:
     its dtype, mesh and dims are those of the input; the user gave the output no other sharding; the output is computed from the input,
@@ -90,7 +90,7 @@ def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: L
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
-    """Reshards an output to the input's sharding. The result takes the output's name."""
+    """Reshards an output to the input's sharding, unless the output states it. The reshard takes the output's name."""
     target = given.type
     if output.type.shape != target.shape:  # the same dims in another order
         left = list(target.dims)

@@ -19,8 +19,8 @@ from hostweave.types.tensor import Dim, DType, TensorType, f32, i32, i64
 
 @_called("grouped")
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Multiplies each group of rows by a separate matrix, like torch.nn.functional.grouped_mm. `offsets`, i32 [E], has the end of each
-    group.
+    """Multiplies each group of rows by a separate matrix, like torch.nn.functional.grouped_mm. `offsets`, i32 [E], are the ends of
+    the groups.
 
     | a | b | result | group e computes |
     |---|---|---|---|
@@ -52,8 +52,8 @@ def _before(ends: Tensor) -> Tensor:
 
 @_called("counts")
 def bincount(x: Tensor, length: int | str) -> Tensor:
-    """Counts the elements of x that equal i, for each i from 0 to `length` - 1, as in jax.numpy.bincount. x is a tensor of ints. The result
-    is i64 [length]. Other elements are ignored.
+    """Counts the elements of x that equal i, for each i from 0 to `length` - 1. x is a tensor of ints. Other elements are ignored. The
+    result is i64 [length].
 
     If x is sharded, each rank counts its elements, and the result is a partial sum.
 
@@ -103,13 +103,13 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
 
 @_called("repeated")
 def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: SizeLike | None = None) -> Tensor:
-    """Repeats each index of a dim, as in torch.repeat_interleave. `repeats` is an int, or an int tensor [D] with the number of repetitions
-    of each index.
+    """Repeats each slice along a dim, like torch.repeat_interleave. `repeats` is an int, or an int tensor [D] with the number of
+    repetitions of each slice.
 
-    If `repeats` is a tensor, `total` must give the size of the dim in the result. The last index is then repeated until the result is full,
+    If `repeats` is a tensor, `total` must give the size of the dim in the result. The last slice is then repeated until the result is full,
     and repetitions beyond `total` are cut off. If `repeats` is an int, `total` is ignored.
 
-    Raises ProgramError if `repeats` is less than 1 or has another shape or dtype, or if `total` is required and missing.
+    Raises ProgramError if `repeats` is an int below 1 or has another shape or dtype, or if `total` is required and missing.
 
     Example: `x: f32[M, N]` and `counts: i32[M]` give `f32[64, N]` by `hw.repeat_interleave(x, counts, total=64)`.
     """
@@ -147,8 +147,8 @@ class Routing:
     ranks: int
     choices: int
     _order: Tensor  # [R, rows]: index of the choice in each row; rows are sorted by expert
-    _positions: Tensor  # [R, T, k]: row of each choice; 0 on ranks without its expert
-    _is_own: Tensor  # [R, T, k]: True if the rank has the expert of the choice
+    _positions: Tensor  # [R, T, k]: row of each choice; 0 on ranks without a row for the choice
+    _is_own: Tensor  # [R, T, k]: True if the rank has a row for the choice
 
 
 @checked
@@ -158,9 +158,9 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     The mesh axes `axes` have R ranks. The tokens and the E = `num_experts` experts are split over these ranks: rank r has the experts from
     r * E/R to (r + 1) * E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
 
-    A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. Beyond the capacity, choices of the
-    destination's highest-numbered experts are dropped first. Among choices of one expert, those of the last tokens are dropped first. The
-    host never reads the counts.
+    A choice is a token with one of its k experts. A rank sends at most `capacity` choices to each rank. By default, no choice is dropped.
+    Beyond the capacity, choices of the destination's highest-numbered experts are dropped first. Among choices of one expert, those of the
+    last tokens are dropped first. The host never reads the counts.
 
     Raises ProgramError for other shapes or dtypes of `experts`, for axes that the mesh lacks, or if R does not divide the number of
     experts. With a capacity, R must also divide the number of tokens.
@@ -226,12 +226,12 @@ def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int
 def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
     """Sends each row of x [T, H] to the ranks of its experts. The result [R, rows, H] is sharded over the axes of the routing.
 
-    On each rank, rows are sorted by expert, then by token. `routing.ends` has the end of each expert's rows. Rows after the last end are
+    On each rank, rows are sorted by expert, then by token. `routing.ends` are the ends of the experts' rows. Rows after the last end are
     undefined. If `weights` [T, k] are given, each row is multiplied by the weight of its choice, as in the gradient of `moe_combine`.
 
     All ranks gather x, and each rank copies the rows of its experts.
 
-    Raises ProgramError for other shapes.
+    Raises ProgramError if `weights` do not have k elements per token.
 
     Example: see `moe_routing`.
     """
@@ -281,7 +281,7 @@ def moe_return(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _rows_of_choices(rows: Tensor, routing: Routing) -> Tensor:
-    """Rows of all choices on each rank: [R, T, k, H], with zeros for choices of experts on other ranks."""
+    """Rows of all choices on each rank: [R, T, k, H], with zeros for choices without a row on the rank."""
     own = indices.take_along_axis(hw.expand_dims(rows, 2), hw.expand_dims(routing._positions, 3), 1)
     return hw.where(hw.expand_dims(routing._is_own, 3), own, 0.0)
 

@@ -199,7 +199,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     `start` and `step` are ints. `stop` may be a size as text, such as "M". Then `step` must be positive, and must divide `stop - start` in
     each call. If `dtype` is floating, the numbers are computed in i32, and then cast.
 
-    Raises ProgramError for other bounds or steps, for an empty range, and for dtype bool.
+    Raises ProgramError for other bounds or steps, for an empty range, for dtype bool, and in the cases of `hw.zeros`.
 
     Example: `hw.arange("M")` with `x: f32[M, N]` is the vector of the row indices of x.
     """
@@ -377,7 +377,7 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
 @checked
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0) -> Tensor:
-    """Pads each dim with elements of `value`, before and after.
+    """Pads dims with elements of `value`, before and after.
 
     `pad` is as in torch.nn.functional: the numbers of elements (before, after) of the last dim, then of the second-to-last dim, and so on.
     A sharded dim is gathered before it is padded. `mode` must be "constant".

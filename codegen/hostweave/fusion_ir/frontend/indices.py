@@ -108,7 +108,7 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
 
     `indices` is a tensor of ints. See `take` for indices out of range.
 
-    Raises ProgramError if `num_classes` is not a size.
+    Raises ProgramError if `indices` are not ints, or if `num_classes` is not a size.
 
     Example: `ids: i64[M]` gives `f32[M, 10]` by `hw.one_hot(ids, 10, hw.f32)`.
     """
@@ -139,8 +139,8 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Adds elements of `source` to a copy of x, at `indices` along a dim. Shapes are those of `scatter`.
 
-    Elements with equal indices are summed in the order of the source, in the dtype of x. The sums are then added to x.
-    So results are reproducible on GPUs too. Dim `axis` of x may be sharded. If dim `axis` of `indices` is sharded, each rank sums its
+    Elements with equal indices are summed in the order of the source, so results are reproducible on GPUs too. The sums are then added to
+    x. Dim `axis` of x may be sharded. If dim `axis` of `indices` is sharded, each rank sums its
     elements, and the result is a partial sum.
 
     Raises ProgramError for other shapes.

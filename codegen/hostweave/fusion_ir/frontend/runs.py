@@ -211,8 +211,8 @@ class Runs:
     # --- groups of inputs and outputs ---
 
     def group_inputs(self) -> list[Value | tuple[Column, ...]]:
-        """Inputs in order. Interleaved groups, such as `w_0, v_0, w_1, v_1`, are one entry, a tuple of columns. Raises Unfit if the
-        inputs of a column cannot form a group."""
+        """Inputs in order. A group is one entry, a tuple of one column. Interleaved groups, such as `w_0, v_0, w_1, v_1`, are one entry
+        with several columns. Raises Unfit if the inputs of a column cannot form a group."""
         columns = (column for run in self.runs for column in (*run.each.values(), *run.lagged.values()))
         wanted = {column: column for column in columns if not self.is_stack(column)}
         counts = Counter(name for column in wanted for name in column)
@@ -238,7 +238,7 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
-        """Interleaved columns from index `begin` on, or None. At least one is in `wanted`. Names in `used` occur only in such columns."""
+        """Interleaved columns from index `begin` on, or None. At least one is in `wanted`. `used` has all names of columns in `wanted`."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)

@@ -107,8 +107,8 @@ class Tensor:
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
         """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns this tensor.
 
-        - `chunks` is the number of iterations. By default, an iteration computes one index of the dim, or across shards one
-          index of each shard.
+        - `chunks` is the number of iterations. By default, an iteration computes one index of the dim. In a loop across shards, it
+          computes one index of each shard.
         - `chunking` is `by_shard` (a chunk is a shard, or a part of one) or `across_shards` (a chunk has a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put or all_gather.
 
@@ -276,8 +276,8 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op, and returns its result. `known` has the operands that are tensors. Without operands, `known` is empty or has
-        another tensor of the trace."""
+        """Adds an op, and returns its result. `known` has the operands that are tensors. Without operands, `known` is empty or
+        has the tensor `beside`."""
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
@@ -352,7 +352,7 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 
 
 def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType:
-    """Resolves and checks the mesh of a type in a program on mesh `program`. The result has mesh None if it is on the program's mesh."""
+    """Resolves and checks the mesh of a type in a program on mesh `program`. A result on the program's mesh has mesh None."""
     mesh = type.mesh
     if mesh is not None and mesh.members is None and mesh != program:
         if mesh.size != program.size:
