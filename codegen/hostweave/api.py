@@ -133,7 +133,7 @@ class Program:
 
     @property
     def figures(self) -> Machine:
-        """Figures of the machine from which the cost model predicts times."""
+        """Figures of a machine, from which the cost model predicts times."""
         return self.compiled.options.figures
 
     @property
@@ -240,8 +240,8 @@ class Program:
         keeps the local arrays that its first call cut from a bound array. The two programs share memory and streams. Closing one program
         closes both.
 
-        Raises ArgumentError for a name that is not an unbound input, and for an array that does not fit. Checks that depend on the rank or
-        on other inputs follow at the first call.
+        Raises ArgumentError for a name that is not an unbound input, for a donated input, and for an array that does not fit. Checks that
+        depend on the rank or on other inputs follow at the first call.
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
@@ -260,13 +260,14 @@ class Program:
         order.
 
         `arrays` are inputs in order, and `named` are other inputs by name. Arrays are contiguous local blocks on the rank's device. The
-        call does not copy inputs. Returns the local output, or a tuple of outputs, as arrays of the first input's library. The outputs are
-        written to the arrays of `out`, if given. Arrays of `out` must not overlap each other or the inputs. `group` is by default the group
-        of this process or thread.
+        call does not copy inputs. Returns the local output, or a tuple of outputs, as arrays of the first unbound input's library. If `out`
+        is given, writes the outputs to its arrays, and returns `out`. Arrays of `out` must not overlap each other or the inputs. `group` is
+        by default the group of this process or thread.
 
-        If ranks are processes, each rank assumes that sharded dims are split evenly. If a dim is split unevenly, pass its global size by
-        name in `sizes`. `sizes` also gives the sizes that the rank's own arrays do not determine. If a rank is not in the mesh of an input,
-        the rank passes None for this input. If a rank is not in the mesh of an output, the rank gets None.
+        If ranks are processes, each rank assumes that sharded dims are split evenly, unless `Options.verify_calls` is set. If a dim is
+        split unevenly, pass the global sizes of all sharded dims by name in `sizes`. `sizes` also gives the sizes that the rank's own
+        arrays do not determine. If a rank is not in the mesh of an input, the rank passes None for this input. If a rank is not in the mesh
+        of an output, the rank gets None.
 
         On CUDA the call is enqueued on `stream`: a cudaStream_t as an int, or a stream of PyTorch, CuPy or another library. The default is
         the current stream of the arrays' library. The call is ordered with other work on this stream. On the CPU target the call returns
@@ -311,10 +312,10 @@ class Program:
         """Prepares the rank of this process or thread for calls at each of these global sizes. All ranks of the group call `prepare`
         together.
 
-        Without `prepare`, the first call at new sizes builds, connects, allocates and plans, and waits for all work on the rank's device.
-        After `prepare`, calls at these sizes only enqueue work, in any order. Each matmul keeps the plans of its last 4096 shapes, and
-        memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Sharded dims of bound inputs are then
-        assumed to be split evenly.
+        Without `prepare`, the first call builds and connects, and a call at new sizes may allocate, plan, and wait for all work on the
+        rank's device. After `prepare`, calls at these sizes, in any order, do none of this. Each matmul keeps the plans of its
+        last 4096 shapes, and memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Sharded dims of
+        bound inputs are then assumed to be split evenly.
 
         Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 
@@ -326,8 +327,8 @@ class Program:
         """Runs all ranks in this process on global arrays, given by position or name, and waits for the result.
 
         Arrays are NumPy, PyTorch, CuPy or JAX arrays of the declared dtypes and global shapes. Returns the global output, or a tuple of
-        outputs, as arrays of the first input's library. With `ranks`, returns a list with the local output, or tuple of outputs, of every
-        rank. A rank outside the mesh of an output has None for this output. Raises ArgumentError for arrays that do not fit, and
+        outputs, as arrays of the first unbound input's library. With `ranks`, returns a list with the local output, or tuple of outputs, of
+        every rank. A rank outside the mesh of an output has None for this output. Raises ArgumentError for arrays that do not fit, and
         ExecutionError if a rank fails or times out.
 
         Example: `y = program.run(x, w=w)`.
@@ -341,8 +342,8 @@ class Program:
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
         """Makes several calls without waiting for each one to finish. All calls have arrays of equal shapes.
 
-        With `poison`, outputs and temporaries are filled with NaN before each call. A NaN in a result then shows a missing dependency.
-        Returns a list with the results of each call, in the form of `run(ranks=True)`.
+        With `poison`, all bytes of outputs and temporaries are 0xff before each call, which is NaN in floats. An unexpected NaN in a result
+        then shows a missing dependency. Returns a list with the results of each call, in the form of `run(ranks=True)`.
         """
         if len(calls) == 0:
             return []
@@ -389,8 +390,9 @@ class Program:
         function, even if they are independent. The function has no gradient and no batching rule. Use jax.custom_vjp to attach a program
         that computes gradients.
 
-        Raises an error of `hw.errors` if JAX cannot call the program in this process; the message says why. Tracing raises ArgumentError
-        for arrays of wrong dtype or shape. If a call fails, JAX raises an error of its choice with Hostweave's message.
+        Raises an error of `hw.errors`, also during tracing, if JAX cannot call the program in this process; the message says why. Tracing
+        also raises ArgumentError for arrays of wrong dtype or shape. If a call fails, JAX raises an error of its choice with Hostweave's
+        message.
 
         Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
         """

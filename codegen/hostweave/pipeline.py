@@ -126,8 +126,8 @@ Observer = Callable[[str, Fusion | HostProgram], None]
 
 
 def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
-    """Lowers a fusion to a host program. If the fusion already has chunk loops, skips the passes up to `choose_overlap`. A host program is
-    only verified.
+    """Lowers a fusion to a host program. If the fusion already has chunk loops, skips `choose_overlap` and all passes before it. A host
+    program is only verified.
 
     `observe(name, program)` is called first for the input, with the name "input", then for the result of each pass.
     """
@@ -148,7 +148,7 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
 
 
 def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, Fusion | HostProgram]]:
-    """Name of each pass that changed the program, and the program after it."""
+    """Name and result of each pass that changed the program."""
     found: list[tuple[str, Fusion | HostProgram]] = []
 
     def note(name: str, stage: Fusion | HostProgram) -> None:

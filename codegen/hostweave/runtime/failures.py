@@ -40,7 +40,7 @@ class StartedCalls(Protocol):
 class FallibleGroup:
     """The part of a group that handles failures."""
 
-    in_process: bool  # the ranks are threads of this process
+    in_process: bool  # all ranks are in this process
 
     def __init__(self, name: str, rank: int, count: int, call_timeout: float):
         self.name, self.rank, self.count, self.call_timeout = name, rank, count, call_timeout
@@ -115,7 +115,7 @@ class FallibleGroup:
             within(SEND_TIMEOUT, send)
 
     def abort(self, reason: str) -> None:
-        """Aborts all waits for other ranks. The group cannot be used afterwards, but other groups can use its devices."""
+        """Aborts this rank's waits for other ranks. The group cannot be used afterwards, but other groups can use its devices."""
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or reason
             members = list(self.members.values())
@@ -159,8 +159,8 @@ class FallibleGroup:
             self._send(lambda: self.coordinator.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """Message if another rank waits in the gather before a call, but this rank has begun that call, or another one in its place,
-        without joining the gather. Otherwise None."""
+        """Message if another rank waits in a gather before a call, and this rank has begun a call without joining this gather. Otherwise
+        None."""
         if (announced := self.coordinator.announced()) is None:
             return None
         gather_number, text = announced

@@ -227,8 +227,8 @@ class Group(FallibleGroup):
 
         All ranks must call `empty` together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the
         transports peer and one_sided, ranks read and write arrays in windows in place, and copy other arrays. If an argument is in a
-        window, all ranks must pass arrays from the same call of `empty`. Parts of these arrays must be at equal offsets. The program is
-        compiled again for each new set of arguments in windows.
+        window, all ranks must pass arrays from the same call of `empty`. Parts of these arrays must be at equal offsets. Programs
+        that can access windows are compiled again for each new set of arguments in windows, unless `Options.windows` is set.
 
         On the CPU target, the result is a NumPy array; bf16 and f8 have dtypes of `ml_dtypes`, which DLPack does not support. On CUDA, the
         result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB. After `close`,
@@ -407,7 +407,7 @@ class Group(FallibleGroup):
             return self.waiting(connect)
 
     def waiting(self, work: Callable[[], T]) -> T:
-        """Runs `work`, which may wait for other ranks in native code. Ctrl-C ends the wait, because it fails the group."""
+        """Runs `work`, which may wait for other ranks in native code. Ctrl-C fails the group, which ends the wait."""
         return interruptibly(work, self.interrupted) if self.count > 1 else work()
 
     def run_and_wait(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:

@@ -52,9 +52,9 @@ class LocalProgram:
         lacks: str = "",
         family: object = None,
     ):
-        """`module()` builds and loads the native module. All variants of a program share the object `family`. `lacks` names
-        the library calls that this rank lacks, or is "". If `lacks` is not empty on a rank, `out_of_reach` is this text on all ranks, and
-        no channel is created."""
+        """`module()` builds and loads the native module. All variants of a program share the object `family`. `lacks` is
+        the reason why this rank's communication library is missing or too old, or "". If `lacks` is not empty on a rank, `out_of_reach` is
+        this text on all ranks, and no channel is created."""
         group.expect_working()
         self.host, self.target, self._group = host, target, group
         self._verifies_calls = group.count > 1 and (group.in_process or options.verify_calls)
@@ -90,7 +90,7 @@ class LocalProgram:
         self._device = self.target.device_of_arrays(self._member)
         self.arguments = Arguments(host, self.target, group.rank, self._device, self.module.Table, self._verifies_calls, group.windows)
         self.native: Any = None if missing else group.connected(self._member, self.module, options.tune)
-        # Reason why this rank cannot run the program, or "": a library call is missing, or the memory of peers is out of reach.
+        # Reason why this rank cannot run the program, or "": a library is missing or too old, or the memory of peers is out of reach.
         self.out_of_reach: str = missing[0] if missing else self._why_out_of_reach()
         self._measured = MeasuredAlgorithms(self.module, self.target.device_name()) if options.tune else None
         self._shares_algorithms = True  # True if the ranks share measured algorithms before the next plans
@@ -204,8 +204,8 @@ class LocalProgram:
         self._ready_for = call.global_shapes()
 
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
-        """Allocates memory for prepared calls, and copies arrays from other GPUs. Returns a function that passes the staged
-        calls to `work`, and that the rank's thread must call."""
+        """Allocates memory for prepared calls, and copies arrays from other GPUs. Returns a function for the rank's
+        thread, which passes the staged calls to `work`."""
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
         staged.prepare([call.memory_blocks(self._group.rank) for call in calls])

@@ -41,7 +41,7 @@ class Provider(Protocol):
         """Returns the store of the group, connected within `timeout` seconds, or None if the ranks have no store.
 
         A store has `set(key, bytes)` and `get(key, timeout)`. `get` blocks until the key is set, and raises TimeoutError after `timeout`
-        seconds. All ranks call this method for each new group.
+        seconds. All ranks of a new group call `store`.
         """
 
 
