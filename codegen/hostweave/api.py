@@ -362,8 +362,8 @@ class Program:
     def timeline(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, machine: Machine | None = None, **named: Any) -> Report:
         """Measures the timeline of a call with these global arrays on all ranks, and predicts it for comparison.
 
-        Takes the arguments of `run`. A separate build records a mark before and after each instruction that computes or communicates. A
-        mark takes about a microsecond. `repetitions` calls follow `warmups` calls, and the report shows the call with the median time.
+        A separate build records a mark before and after each instruction that computes or communicates. A mark takes about a microsecond.
+        `repetitions` calls follow `warmups` calls, and the report shows the call with the median time.
         `machine` has the figures for the prediction, by default those of the options.
 
         Raises ArgumentError and ExecutionError as `run` does, and ProgramError if the prediction is impossible.

@@ -51,7 +51,8 @@ class Options:
       ring, or a collective of a slice of every shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
-      place. Without this option, a call with such arrays compiles a variant for them. With the option, calls with other arrays are refused.
+      place. Without this option, a call with such arrays compiles a variant for them. With the option, other arrays are refused for the
+      inputs and outputs that peers access.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if inputs and outputs are in the same memory as in an earlier call.
       Later calls with these arrays launch the graph. Use "auto" if the host takes longer to enqueue a call than the GPU takes to run the
       call. The default captures no call.
@@ -63,7 +64,8 @@ class Options:
       3, 5, 9, 17 and so on, and at least every 4096 calls. They choose graphs if nearly all calls since the last decision used arrays of
       earlier calls, on every rank. Until the next decision, calls with new arrays are then captured too.
 
-    - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps their order.
+    - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written", `overlap="off"` and
+      chunk loops keep their order.
     - `tune`: measures the algorithms that cuBLASLt recommends for each matmul, and uses the fastest. Without `tune`, the first is used. The
       first call at new sizes, or `Program.prepare`, measures. Algorithms that need more than the workspace of the matmul are skipped. All
       ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. `tune` has no effect on the CPU

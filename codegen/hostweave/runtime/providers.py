@@ -47,7 +47,7 @@ class Provider(Protocol):
 
 def next_item(queue: SimpleQueue[T], check_wait: Callable[[], None] = lambda: None) -> T:
     """Waits for an item. Polls, because a signal that arrives just before a blocking wait would be handled only after the wait. Calls
-    `check_wait`, which may raise, after each poll."""
+    `check_wait`, which may raise, between polls."""
     while True:
         try:
             return queue.get(timeout=POLL_SECONDS)
