@@ -85,8 +85,8 @@ class CompiledModule(Delegating):
     original module.
 
     In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Sharded arguments are then local blocks, and other
-    arguments are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in
-    place, or copied before each call, so calls see the writes of optimizers and of `load_state_dict`.
+    arguments are replicated. Without a group, all ranks run in this process on global tensors. Parameters are read in place, or copied
+    before each call, so calls see the writes of optimizers and of `load_state_dict`.
     """
 
     alone_on: torch.device | None = None  # device of a program of one rank that does not use this process's group
@@ -121,8 +121,8 @@ class CompiledModule(Delegating):
         """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
 
         One program processes prompts, and another computes the next token of each sequence. They are compiled on first use, for each number
-        of sequences and each cache length (a multiple of 64). In a group, all ranks call `generate` with the same prompts, and with the
-        same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a static cache is not possible.
+        of sequences and each cache length (by default a multiple of 64). In a group, all ranks call `generate` with the same prompts, and
+        with the same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a static cache is impossible.
 
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """
@@ -204,7 +204,8 @@ class CompiledModule(Delegating):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """Maps the path of each called module of an outermost list, such as nn.ModuleList, to "traced" or to text such as "as layers.0".
+        """How the modules of a list, such as nn.ModuleList, were traced. Maps a path to "traced" or to text such as "as layers.0".
+        Omits lists in lists.
 
         "as layers.0" means that the module uses the trace of the equal module `layers.0`. The text may have the reason for a separate
         trace, such as `traced: its attention.scale differs from layers.0`.

@@ -31,7 +31,7 @@ class Layouts:
     axes_of_rows: tuple[str, ...] = ()
 
     def of_rows(self, value: Any) -> AxesOfDims:
-        """Sharding of an argument or result by rows, or () without fully_shard or if its first dim has another size."""
+        """Sharding of an argument or result by rows. () without `axes_of_rows`, or if the first dim is not of size `rows`."""
         return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
 
