@@ -265,6 +265,31 @@ def test_autocast() -> None:
         within(X)
 
 
+class AutocastOfLayers(nn.Module):
+    """Equal layers, each in another mode of torch.autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for layer, dtype in zip(self.layers, (torch.float32, torch.bfloat16, torch.float16), strict=True):
+            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+                results.append(layer(x))
+        return results
+
+
+def test_equal_layers_with_different_autocast() -> None:
+    module = AutocastOfLayers().eval()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+    with torch.no_grad():
+        results, expected = model(X), module(X)
+    assert [x.dtype for x in results] == [x.dtype for x in expected] == [torch.float32, torch.bfloat16, torch.float16]
+    torch.testing.assert_close(results, expected, rtol=1e-2, atol=1e-2)
+    assert "as layers.0" not in model.traced.values()
+
+
 # --- values and gradients ---------------------------------------------------------------------------------------------
 
 ACTIVATIONS = """

@@ -23,7 +23,7 @@ from hostweave.torch.graph import Graph
 from hostweave.torch.held import Folded, Held, tensor_of
 from hostweave.torch.nodes import is_complex
 from hostweave.torch.randomness import new_seeds
-from hostweave.torch.state import State
+from hostweave.torch.state import State, autocast_dtypes
 from hostweave.torch.transforms import expect_eager
 from hostweave.torch.updates import copied_to
 from hostweave.torch.views import made_again
@@ -104,7 +104,7 @@ class CompiledModule(Delegating):
         self._owned |= {node: tensor_of(module, name) for node, name in of_module.items()}
         self._held_tensors = Held(module, dict.fromkeys((*graph.parameters.values(), *of_module.values())))
         self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
-        self._training, self._state, self._autocast = module.training, State(module, graph.reads), _autocast()
+        self._training, self._state, self._autocast = module.training, State(module, graph.reads), autocast_dtypes()
         self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
 
     @property
@@ -332,7 +332,7 @@ class CompiledModule(Delegating):
         if self._module.training != self._training:
             was = "train" if self._training else "eval"
             raise ArgumentError(f"{self._name}: the mode has changed from {was}(); compile it again")
-        if (now := _autocast()) != self._autocast:
+        if (now := autocast_dtypes()) != self._autocast:
             why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile time"
             raise ArgumentError(f"{self._name}: {why}; call it under the same autocast, or compile it within torch.autocast")
         if changed := self._state.changed():
@@ -386,11 +386,6 @@ def alone(device: torch.device) -> Group:
 
 def _keywords(spec: Any) -> list[str]:
     return list(spec.child(1).context) if hasattr(spec, "child") else list(spec.children_specs[1].context)
-
-
-def _autocast() -> tuple[torch.dtype | None, ...]:
-    """Dtypes of torch.autocast on the CPU and on GPUs, with None for a device on which it is off."""
-    return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
 
 
 def _in_words(autocast: tuple[torch.dtype | None, ...]) -> str:

@@ -29,7 +29,7 @@ from hostweave.torch.nodes import OF_TORCH
 from hostweave.torch.ops import LIBRARY, ops
 from hostweave.torch.plan import tensors_of
 from hostweave.torch.replaced import replaced
-from hostweave.torch.state import is_same
+from hostweave.torch.state import autocast_dtypes, is_same
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # `_structure` describes these
 _ABSENT = object()
@@ -82,7 +82,7 @@ class _Call:
         self.arguments = tensors_in(self.leaves)
         self.operands = [*self.arguments, *self.part.tensors], [tensor for _, tensor in tensors_of(layer)]
         state, others = self.part.key(), [None if self.has_cache and is_cache(leaf) else leaf for leaf in self.leaves]
-        modes, arguments = [torch.is_grad_enabled(), torch.is_autocast_enabled()], described(others)
+        modes, arguments = [torch.is_grad_enabled(), autocast_dtypes()], described(others)
         self.key = None if state is None or arguments is None else [self.spec, modes, arguments, state]
 
 

@@ -134,3 +134,8 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    """Dtypes of torch.autocast on the CPU and on GPUs, with None for a device on which it is off."""
+    return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
