@@ -54,7 +54,7 @@ ERRORS = {
     "sums of other rows": (
         "return hw.scatter_add(x, 1, i, s)",
         {"x": 'hw.f32[1, "K"]', "i": 'hw.i64["M", "N"]', "s": 'hw.f32["M", "N"]'},
-        "4: scatter_add: cannot add f32[M, N] to f32[1, K]: the sums would be f32[M, K]; make dims other than 1 equal",
+        "4: scatter_add: cannot add f32[M, N] to f32[1, K]: the sums would be f32[M, K]; make all dims except dim 1 equal",
     ),
     "condition": ("return hw.where(x, x, x)", {}, "4: where: the condition must be bool, not bf16[M, K]; compare it first"),
     "operand": ("return hw.add(x, 'a')", {}, "4: add: 'a' is neither a tensor of this fusion nor a Python number; make it an input"),
@@ -135,7 +135,7 @@ ERRORS = {
     "slice by a name": (
         "return x[:'K']",
         {},
-        "4: indexing: [:K] of dim 0 of bf16[M, K] has a bound or step that is not an int; to split a dim into named parts, use hw.reshape",
+        "4: indexing: [:K] of dim 0 of bf16[M, K] has a bound or step that is not an int; write an int, or split the dim with hw.reshape",
     ),
     "concat": (
         "return hw.concat(x)",

@@ -13,8 +13,8 @@ Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or input -> inde
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, reshards
-    replace the entries that do not state the sharding of their input.
+    """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, a reshard
+    replaces each output that reuses an input but does not state the input's sharding.
 
     Exactly one output must qualify for each input, apart from outputs that other inputs need. An output qualifies under three conditions:
     its dtype, mesh and dims are those of the input; the user gave the output no other sharding; the output is computed from the input,

@@ -207,7 +207,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
         start, stop = 0, start
     if type(start) is not int or type(step) is not int or step == 0:
         raise ProgramError.here(
-            f"arange: start={start!r}, step={step!r}: both must be ints, and step must not be 0; write hw.arange('M') + first"
+            f"arange: start={start!r}, step={step!r}: both must be ints, and step must not be 0; for a start x, write hw.arange('M') + x"
         )
     _expect_dtype("arange", dtype)
     if dtype == bool_:

@@ -79,7 +79,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
     whole, step = x.type.shape[axis], 1 if key.step is None else key.step
     for bound in (key.start, key.stop, step):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
-            raise fail("has a bound or step that is not an int; to split a dim into named parts, use hw.reshape")
+            raise fail("has a bound or step that is not an int; write an int, or split the dim with hw.reshape")
     if step < 1:
         raise fail(f"has {'a negative step' if step else 'step 0'}; use a step of at least 1")
     start, stop = (

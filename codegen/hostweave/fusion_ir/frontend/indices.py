@@ -36,7 +36,7 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
     target raises ExecutionError, and GPUs use the nearest valid index. `axis` may be omitted if x is a vector. If the dim is sharded, the
     result is a partial sum: each rank reads the elements of its shard, and zeros for other indices.
 
-    Raises ProgramError for other dtypes, or if `axis` is missing.
+    Raises ProgramError for other dtypes, or if a required `axis` is missing.
 
     Example: `x: f32[M, N]` and `ids: i32[K]` give `f32[M, K]` by `hw.take(x, ids, axis=1)`.
     """
@@ -60,7 +60,7 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
     `indices` is a tensor of ints with as many dims as x. Dims other than `axis` broadcast. See `take` for indices out of range and sharded
     dims.
 
-    Raises ProgramError for other shapes.
+    Raises ProgramError for other shapes or dtypes.
 
     Example: `x: f32[M, N]` and `indices: i64[M, K]` give `f32[M, K]` by `hw.take_along_axis(x, indices, axis=1)`.
     """
@@ -74,7 +74,7 @@ def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     """Like `take_along_axis`, but x may be longer than `indices` along dims other than `axis`, as in torch. The additional elements of x
     are not read. If such a dim of `indices` has a symbolic size, x must have the same size, or size 1.
 
-    Raises ProgramError for other shapes.
+    Raises ProgramError for other shapes or dtypes.
 
     Example: `x: f32[8, N]` and `indices: i64[4, K]` give `f32[4, K]` by `hw.gather(x, 1, indices)`.
     """
@@ -93,7 +93,7 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     If the vocabulary is sharded, `V@tp`, each rank looks up the rows of its shard, and the result is a partial sum. See `take` for indices
     out of range.
 
-    Raises ProgramError if `weight` does not have two dims.
+    Raises ProgramError if `weight` does not have two dims, or if `indices` are not ints.
 
     Example: `hw.embedding(ids, table)` with `ids: i64[B@dp, S]` and `table: bf16[V@tp, E]` gives `bf16[B@dp, S, E]`.
     """
@@ -126,7 +126,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     Unlike in torch, dims other than `axis` must be equal in all three tensors. In one of `indices` and `source`, such a dim may also be 1.
     `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of `indices` is gathered.
 
-    Raises ProgramError for other shapes.
+    Raises ProgramError for other shapes or dtypes.
 
     Example: `x: f32[M, N]`, `indices: i64[M, K]` and `source: f32[M, K]` give `f32[M, N]` by `hw.scatter(x, 1, indices, source)`.
     """
@@ -143,7 +143,7 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     x. Dim `axis` of x may be sharded. If dim `axis` of `indices` is sharded, each rank sums its
     elements, and the result is a partial sum.
 
-    Raises ProgramError for other shapes.
+    Raises ProgramError for other shapes or dtypes.
 
     Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)` with `ids: i64[T@dp]`, `dy: f32[T@dp, E]` and
     `zeros = hw.broadcast_to(hw.astype(hw.iota(table, -1, hw.i32) * 0, hw.f32), table.shape)`.
@@ -153,7 +153,7 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     sums = record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
     if sums.type.shape != x.type.shape:
         raise ProgramError.here(
-            f"scatter_add: cannot add {source.type} to {x.type}: the sums would be {sums.type}; make dims other than {number} equal"
+            f"scatter_add: cannot add {source.type} to {x.type}: the sums would be {sums.type}; make all dims except dim {number} equal"
         )
     return x + sums
 

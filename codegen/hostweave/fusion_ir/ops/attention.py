@@ -112,7 +112,7 @@ def why_no_bias(query: TensorType, key: TensorType, bias: TensorType) -> str:
     if bias.dtype == query.dtype and fits and len(dims) <= len(scores) and dims[-1] == scores[-1]:
         return ""
     wanted = f"{query.dtype}[{', '.join(map(str, scores))}]"
-    return f"a bias of {bias} is not {wanted}, whose dims before the last one may be 1 or missing; cast it, and broadcast its last dim"
+    return f"a bias of {bias} is not {wanted}, whose dims before the last one may be 1; cast it, and broadcast its last dim"
 
 
 def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> str:

@@ -160,7 +160,7 @@ def _scatter(types: Types, op: Op) -> TensorType:
     result = _replaced(TensorType(source.dtype, broadcast((_replaced(index, axis, ONE), _replaced(source, axis, ONE)))), axis, size)
     for x in into:
         if (x.dtype, x.shape) != (result.dtype, result.shape):
-            raise Mismatch(f"cannot scatter {source} to {x}: the result would be {result}; make dims other than {axis} equal")
+            raise Mismatch(f"cannot scatter {source} to {x}: the result would be {result}; make dtypes and dims except dim {axis} equal")
     return result
 
 

@@ -143,7 +143,8 @@ class Attention(_Masked):
     - `diagonal`: row i sees columns up to i + diagonal. With `window`, row i sees only the last `window` of these columns.
     - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, row i sees columns up to i + diagonal + this
       number.
-    - `bias`, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides a column.
+    - `bias`, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1, and dims before S may be missing. -inf
+      hides a column.
     - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last one. Rows see only columns of their
       sequence.
 
