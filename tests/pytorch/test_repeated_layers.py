@@ -325,7 +325,7 @@ def test_layers_that_use_more_of_a_cache_are_traced() -> None:
     expect(caching(CacheBefore), "the cache of other layers", "the cache of other layers", "the cache of other layers")
     expect(caching(EveryCache), "the cache of other layers", "the cache of other layers", "the cache of other layers")
     expect(caching(CountingInCache), "objects to a cache", "objects to a cache", "objects to a cache")
-    expect(caching(PartOfCache), "a part of a cache", "a part of a cache", "a part of a cache")
+    expect(caching(PartOfCache), "memory of a cache tensor", "memory of a cache tensor", "memory of a cache tensor")
     longer = caching(CacheInPlace)
     longer.rows = (3, 3, 1)
     longer.layers[2] = Caching(2, 2.0).eval()
