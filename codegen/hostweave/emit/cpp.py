@@ -23,13 +23,13 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """C++ string literal. Octal escapes replace quotes, backslashes, and all bytes that are not printable ASCII. The assembler understands
-    these escapes too."""
+    """C++ string literal. Octal escapes replace double quotes, backslashes, and all bytes that are not printable ASCII. Assembly strings
+    have the same escapes."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
 def number(value: float, dtype: DType) -> str:
-    """C++ literal of a number in the compute type of `dtype`."""
+    """C++ of a constant of a dtype, for use in the compute type."""
     if dtype.kind == "bool":
         return Word("true" if value else "false")
     if dtype.kind != "float":
@@ -81,9 +81,9 @@ def accumulator_type(dtype: DType) -> str:
 class CppExprPrinter:
     """Prints sizes and integer expressions as C++.
 
-    - `sizes` maps symbolic sizes to C++ names. Factors of a product are in the order of `sizes`.
+    - `sizes` maps symbolic sizes to C++. Factors of a product are in the order of `sizes`.
     - `multiples` has known divisors of sizes. If 8 divides M, `M*K/8` is printed as `M / 8 * K`.
-    - `variables` maps loop indices to C++ names.
+    - `variables` maps loop indices and `let` variables to C++ names.
     - `coordinates` maps a mesh and an axis to the C++ name of this rank's coordinate. The axis `""` stands for the rank itself.
     - `mesh` is the mesh of the axes in printed expressions.
     """
@@ -94,7 +94,7 @@ class CppExprPrinter:
     variables: dict[str, str] = field(default_factory=dict)
     coordinates: dict[MeshAxis, str] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # ranges of `variables`
-    depths: Mapping[str, int] = field(default_factory=dict)  # constant trip counts of the program
+    depths: Mapping[str, int] = field(default_factory=dict)  # symbolic size -> number of tensors of a parameter group
     program: Mesh = field(init=False)
     calls_runtime: bool = False  # True if the C++ uses hw::mod or hw::floor_div
     used: set[str] = field(default_factory=set)  # C++ names of sizes and coordinates that were printed since `noting` began
@@ -104,7 +104,7 @@ class CppExprPrinter:
 
     @contextmanager
     def noting(self) -> Iterator[set[str]]:
-        """Yields a set that collects the C++ names of sizes and coordinates that are printed inside the `with` block."""
+        """Collects the C++ names of sizes and coordinates that the `with` block prints outside of nested `noting` blocks."""
         outer, self.used = self.used, set()
         yield self.used
         self.used = outer
@@ -114,8 +114,8 @@ class CppExprPrinter:
         return name
 
     def size(self, dim_size: Size) -> str:
-        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. C++ evaluates the product from left to right, and every division is exact. A sum
-        has no parentheses."""
+        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. C++ evaluates the product from left to right, and every division is exact. A size
+        that is a sum has no parentheses around it."""
         if isinstance(dim_size.factor, Sum):
             return self.sum(dim_size.factor)
         factors: list[str] = []
@@ -219,7 +219,7 @@ class CppExprPrinter:
         raise TypeError(f"not an expression: {expr!r}")
 
     def known(self, expr: Expr) -> Expr:
-        """Replaces constant trip counts, and folds comparisons of constants to 0 or 1."""
+        """Replaces the sizes in `depths` by their values, and folds constants."""
         match expr:
             case Symbol(size) if size in self.depths:
                 return Const(self.depths[str(size)])

@@ -73,8 +73,7 @@ def export(
 
 
 def _runtime(with_attention: bool) -> dict[str, bytes]:
-    """Sources of the runtime by path, without the driver, which only the Python binding uses. STAMP has a digest of the sources that all
-    exported libraries share."""
+    """Sources of the runtime by path. STAMP has a digest of the sources that all exported libraries share."""
     paths = [RUNTIME / "CMakeLists.txt", *(path for part in _PARTS for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())]
     shared = {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
     stamp = _sum(b"".join(path.encode() + content for path, content in shared.items() if "/sample/" not in path))

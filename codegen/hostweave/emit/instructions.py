@@ -492,7 +492,7 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 def _short_names(program: ir.HostProgram) -> dict[str, str]:
     """Maps a name such as `x_i_2` to `x_i` if the C++ scopes of the two names are disjoint."""
-    # The scopes of each name. A scope is the list of the numbers of the instructions around it.
+    # The scopes of each name. A scope is the list of the numbers of the instructions around it, except `on` bodies.
     scopes: dict[str, list[list[int]]] = {p.name: [[]] for p in (*program.inputs, *program.outputs)}
     for place in def_use(program).places:
         for name in tree.names(place.instruction, "define", "index"):

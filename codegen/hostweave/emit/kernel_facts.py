@@ -171,14 +171,14 @@ class KernelFacts:
         return self.names.of(self.indexed(name, name), f"elements of {name}")
 
     def indexed(self, name: str, access: str) -> str:
-        """Name for an element that contains its indices, such as `x_ij`."""
+        """Name of an element, with the indices of the element, such as `x_ij`."""
         return "_".join([name, "".join(sorted(index for index, _, _, _ in self.loops.indices(access)))]).rstrip("_")
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
 
     def has_normal_reciprocal(self, name: str) -> bool:
-        """True for a scale of quantised values, max(x, least) / by, whose reciprocal is certainly a normal number."""
+        """True for a scale of quantised values, max(x, least) / by, whose reciprocal is a normal number for every finite x."""
         scale = self.made.get(name)
         if not scale or scale.kind != "divide" or scale.operands[0] not in self.made:
             return False

@@ -22,8 +22,8 @@ class Templates:
     loop: str  # head of the loop over the kept dims
     grid: str
     inner: str = ""  # head of the innermost reduction loop, which divides its iterations among threads
-    reduce: str = ""  # call that combines the accumulators of threads that share an element
-    reduce_last: str = ""  # cheaper call whose result only the storing threads get
+    reduce: str = ""  # function that combines the accumulators of threads that share an element
+    reduce_last: str = ""  # cheaper function whose result only the storing threads get
     leader_if: str = ""  # condition that is true on the storing threads
     bounds: str = ""  # arguments of `__launch_bounds__`
     closing: str = ""  # text after the body of `loop`
@@ -75,7 +75,7 @@ TEMPLATES = {
     ir.BY_BLOCK_FIBERS: _OF_BLOCK_FIBERS,
     ir.BY_CLUSTER_FIBERS: replace(_OF_BLOCK_FIBERS, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
-ALL_REGISTERS = 1024  # size of a block that may use all registers of a multiprocessor
+ALL_REGISTERS = 1024  # threads of a block that may use all registers of a multiprocessor
 
 
 class LoopPrinter:
@@ -145,7 +145,7 @@ class LoopPrinter:
         return (*heads[:-1], self.text(self.templates.inner)) if self.templates.inner else tuple(heads)
 
     def reduce(self, is_last: bool) -> str:
-        """Call that combines the accumulators of several threads. After the last loop, only the storing threads need the result."""
+        """Function that combines the accumulators of several threads. After the last loop, only the storing threads need the result."""
         return self.text((is_last and self.templates.reduce_last) or self.templates.reduce)
 
     @property

@@ -53,7 +53,7 @@ class EmittedKernel:
         held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # Terms of other ranks are loaded last.
         rows = ((name, of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
         loads = (f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows)
-        self.indices = (*before, *of.loops.declarations(), *loads)  # declarations of decomposed indices and of held rows
+        self.indices = (*before, *of.loops.declarations(), *loads)  # declarations of indices and of held rows
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
         # The parameter with the terms or blocks of all ranks, which the kernel exchanges or sends.
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
@@ -62,7 +62,7 @@ class EmittedKernel:
 
 
 class KernelEmitter(KernelFacts):
-    """Emits one kernel. Rows in registers are loaded before the first loop, so that no load waits for a reduction."""
+    """Emits one kernel. Rows of inputs in registers are loaded before all reductions, so that no load waits for a reduction."""
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         super().__init__(loops, integers, name)
