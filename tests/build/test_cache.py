@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from forked import Forked
 
 from hostweave import base
 from hostweave.base.errors import BuildError
+from hostweave.base.interrupts import within
 from hostweave.base.paths import EXAMPLES, NATIVE, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build import cache
 
@@ -278,6 +281,37 @@ def test_a_lock_does_not_follow_or_empty_links(tmp_path: Path) -> None:
         cache.get_or_make("a", make_text("a"))
     cache.get_or_make("b", make_text("b"))
     assert letter.read_text() == "to whom it may concern"
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.filterwarnings("ignore:flock not supported on this filesystem")
+def test_a_file_system_without_locks(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert cache.get_or_make("a", make_text("a")) == cache.lookup("a")
+    assert not list((cache.root() / "locks").iterdir())
+
+
+def test_a_wait_for_a_lock_can_be_interrupted() -> None:
+    started, finish = threading.Event(), threading.Event()
+
+    def make(folder: Path) -> None:
+        started.set()
+        assert finish.wait(60)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(cache.get_or_make, "a", make)
+        assert started.wait(60)
+        with pytest.raises(TimeoutError):
+            within(0.1, lambda: cache.get_or_make("a", make_text("a")))
+        for thread in threading.enumerate():
+            if thread.name == "hostweave task":
+                thread.join(60)
+                assert not thread.is_alive()
+        finish.set()
+        assert first.result() == cache.lookup("a")
 
 
 # --- errors of the file system

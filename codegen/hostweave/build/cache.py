@@ -6,7 +6,6 @@ with the user's rights, so the cache refuses folders that other users can write,
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import itertools
 import os
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from hostweave import base
 from hostweave.base.errors import BuildError
@@ -35,9 +36,6 @@ _MAX_CLOCK_SKEW = 10**10  # nanoseconds by which a file server's clock may be ah
 _LIMIT = "10 GB"
 _SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # name of a folder in which an entry is made or removed
 KINDS = ("program", "object", "library", "failed build", "unfinished build")
-
-
-_lock_files: set[int] = set()  # file descriptors of locks
 
 
 @dataclass(frozen=True)
@@ -354,57 +352,26 @@ _opened = itertools.count(1)
 @contextlib.contextmanager
 def _lock(name: str, waits: bool = True) -> Iterator[bool]:
     """Holds the lock of an entry. Yields False if another process holds it and `waits` is False."""
-    path = _own(root() / "locks") / name.replace("/", "-")
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        _lock_files.add(file)
-        try:
-            with contextlib.suppress(OSError):  # without locks, the atomic rename protects the entry
-                if waits:
-                    _await_lock(file)
-                else:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        yield False
-                        return
-            if not _is_same_file(file, path):  # the previous holder has removed this file
-                continue
-            try:
-                yield True
-            finally:
-                path.unlink(missing_ok=True)
-            return
-        finally:
-            os.close(file)
-            _lock_files.discard(file)
-
-
-def _await_lock(file: int) -> None:
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            expect_not_interrupted()
-            time.sleep(POLL_SECONDS)
-
-
-def _close_locks() -> None:
-    """Closes inherited lock files in a forked process, because a lock is held while any process has the file open."""
-    for file in _lock_files:
-        with contextlib.suppress(OSError):
-            os.close(file)
-    _lock_files.clear()
-
-
-os.register_at_fork(after_in_child=_close_locks)
-
-
-def _is_same_file(file: int, path: Path) -> bool:
+    lock = FileLock(_own(root() / "locks") / name.replace("/", "-"), mode=0o600)
     try:
-        return os.path.samestat(os.fstat(file), path.lstat())
-    except FileNotFoundError:
-        return False
+        lock.acquire(timeout=-1 if waits else 0, poll_interval=POLL_SECONDS, cancel_check=_is_cancelled)
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        if error.filename:
+            raise
+        # the file system has no locks, and the atomic rename protects the entry
+    try:
+        yield True
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # before the release: FileLock does not take the lock of a removed file
+        lock.release()
+
+
+def _is_cancelled() -> bool:
+    expect_not_interrupted()
+    return False
 
 
 def _scratch_path(entry: Path) -> Path:
