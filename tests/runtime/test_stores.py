@@ -392,6 +392,38 @@ def test_unauthenticated_idle_connections_are_closed(server: TcpServer, monkeypa
     store.close()
 
 
+def test_a_client_that_stalls_in_a_request_delays_no_other_client(server: TcpServer, tcp_store: TcpStore) -> None:
+    stalled = [TcpStore([("127.0.0.1", server.port)], "job", 5) for _ in range(8)]
+    for store in stalled:
+        os.write(store.idle[0].fileno(), b"\0\0\0")  # A request has more bytes.
+    time.sleep(0.1)
+    started = time.monotonic()
+    tcp_store.set("key", b"value")
+    assert tcp_store.get("key", 0) == b"value"
+    assert time.monotonic() - started < 2
+    for store in stalled:
+        store.close()
+
+
+@pytest.mark.parametrize("first", [b"hostweave store 1 ", b"GET / HTTP/1.1\r\n\r\n"])
+def test_a_client_of_another_protocol_is_disconnected(server: TcpServer, tcp_store: TcpStore, first: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 5) as stranger, contextlib.suppress(ConnectionError):
+        stranger.sendall(first + bytes(16))
+        assert stranger.recv(100) == b""
+    tcp_store.set("key", b"still here")
+
+
+def test_many_clients_connect_and_wait_at_the_same_time(server: TcpServer) -> None:
+    def exchange(rank: int) -> bytes:
+        store = TcpStore([("127.0.0.1", server.port)], "job", 10)
+        store.set(f"from {rank}", bytes([rank]))
+        found = b"".join(store.get(f"from {other}", 20) for other in range(64))
+        store.close()
+        return found
+
+    assert in_threads(64, exchange) == [bytes(range(64))] * 64
+
+
 # --- rendezvous -------------------------------------------------------------------------------------------------------
 
 
