@@ -16,7 +16,7 @@ from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances
 from hostweave.check.run import BufferPosition, RankRun, Variables, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import dedupe_functions, ends, inlined
+from hostweave.host_ir.calls import dedupe_functions, inlined, missing_deallocations
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 from hostweave.types.blocks import boxes, elements
@@ -24,12 +24,12 @@ from hostweave.types.mesh import Mesh, RankSizes, Sizes, share
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, strides_of
 
-MAX_STEPS = 2**16  # largest total number of iterations of a rank's loops
+MAX_ITERATIONS = 2**16  # largest total number of iterations of a rank's loops
 
 
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
     """Runs the control flow of `program` on every rank of its mesh, for `calls` consecutive calls. Raises ProgramError for an instruction
-    that cannot run at these sizes, and for more than MAX_STEPS iterations."""
+    that cannot run at these sizes, and for more than MAX_ITERATIONS iterations."""
     atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
@@ -106,8 +106,8 @@ class _Binder:
 
     def nested(self, body: tree.Body) -> list[SimulationStep]:
         """Binds a body. Adds a deallocate for each buffer that the body or one of its `on` bodies allocates and does not free."""
-        on_ranks = (tree.with_bodies(i, lambda inner: tuple(ends(inner, body))) for i in body if i.ranks)
-        return self.body((*body, *ends(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
+        on_ranks = (tree.with_bodies(i, lambda inner: tuple(missing_deallocations(inner, body))) for i in body if i.ranks)
+        return self.body((*body, *missing_deallocations(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
 
 def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
@@ -423,8 +423,8 @@ def _for(b: _Binder, i: ir.For) -> SimulationStep:
     def step(run: RankRun) -> None:
         outer = run.steps
         run.iterations += count
-        if run.iterations > MAX_STEPS:  # All operations of a rank are in memory, so their number is limited.
-            why = f"the loops of the rank have more than {MAX_STEPS} iterations, the most that can be checked"
+        if run.iterations > MAX_ITERATIONS:  # All operations of a rank are in memory, so their number is limited.
+            why = f"the loops of the rank have more than {MAX_ITERATIONS} iterations, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):
             run.environment[i.out] = value

@@ -131,14 +131,14 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
 MIN_DIM, MIN_SHARD = 3, 2  # fewest elements of a dim, and of a shard
 MAX_ENLARGED_ELEMENTS = 2**14  # up to this number of elements, dims are enlarged freely
 NEAR_FACTOR = 64  # largest factor, relative to the minimal sizes, at which a change of a condition is near
-MAX_ITERATIONS = 2**13  # most iterations of all loops at enlarged sizes, because the check keeps all operations in memory
+_MAX_ITERATIONS = 2**13  # most iterations of all loops at enlarged sizes, because the check keeps all operations in memory
 MAX_GROWTH = 1.5  # largest factor by which an enlarged dim may increase the number of elements beyond MAX_ENLARGED_ELEMENTS
 
 
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram, max_factor: int = MAX_FACTOR) -> tuple[dict[str, int], ...]:
     """Small sizes to check: sizes that divide evenly, uneven sizes if the program allows them, and larger sizes at which conditions on
-    sizes change. Ignores changes above `max_factor` times the minimal sizes, and at sizes at which loops have more than MAX_ITERATIONS
+    sizes change. Ignores changes above `max_factor` times the minimal sizes, and at sizes at which loops have more than _MAX_ITERATIONS
     iterations."""
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
@@ -174,7 +174,7 @@ def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) ->
 def _changes(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, int], max_factor: int) -> dict[str, int]:
     """Maps symbols to factors, relative to the minimal sizes, at which a condition changes and can be checked."""
     factors = {name: factor for name, factor in _factors(program, condition, smallest).items() if factor <= max_factor}
-    return {n: factor for n, factor in factors.items() if _iterations(program, {**smallest, n: smallest[n] * factor}) <= MAX_ITERATIONS}
+    return {n: factor for n, factor in factors.items() if _iterations(program, {**smallest, n: smallest[n] * factor}) <= _MAX_ITERATIONS}
 
 
 def _factors(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, int]) -> dict[str, int]:

@@ -16,7 +16,14 @@ from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
-from hostweave.emit.plans import EitherAttention, OptionalOperands, attention_made_with, attention_prepared_with, ends, operands_of
+from hostweave.emit.plans import (
+    EitherAttention,
+    OptionalOperands,
+    attention_made_with,
+    attention_prepared_with,
+    operands_of,
+    plan_arguments,
+)
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
@@ -244,7 +251,7 @@ class Emitter:
 
     def plan(self, i: ir.Matmul) -> str:
         types = [self.type_of(name) for name in operands_of(i)]
-        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *ends(i, types)
+        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *plan_arguments(i, types)
         name = self.context.products.name(i, types)
         return self.planned("MatmulPlan", (name,), made_with, lambda: tuple(map(self.integers.strided, types[:3])))
 

@@ -20,7 +20,7 @@ def operands_of(i: ir.Matmul) -> tuple[str, ...]:
     return i.a, i.b, i.dst, *i.scales
 
 
-def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
+def plan_arguments(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
     """Constructor arguments of a matmul plan after the dtypes. The first one is the cuBLASLt epilogue. With TF32, the compute type follows.
     With scales, the dtype of b and the scale modes follow. Defaults at the end are omitted."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
@@ -66,7 +66,7 @@ class Products:
 
 
 def _alike(i: ir.Matmul, types: Sequence[BufferType]) -> object:
-    return *types, ends(i, types)
+    return *types, plan_arguments(i, types)
 
 
 EitherAttention = ir.Attention | ir.AttentionBackward

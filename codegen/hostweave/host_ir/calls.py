@@ -147,7 +147,7 @@ class _Inlining:
         for i in tree.walk(function.body):
             for name in tree.names(i, "define", "index"):
                 names[name] = claim_unique(f"{function.name}_{name}", self.used_names)
-        return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
+        return (*before, *self.body(renamed((*function.body, *missing_deallocations(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
         """Instructions before and after the inlined body. There are none if no input is donated. Renames parameters in `names` to the new
@@ -162,7 +162,7 @@ class _Inlining:
         return tuple(before), tuple(Returned(names[p.name], location=location) for p in donated)
 
 
-def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
+def missing_deallocations(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
     """Yields a `deallocate` for each top-level allocation of `body` that no instruction of `around` frees."""
     freed = {name for i in tree.walk(around) for name in tree.names(i, "free")}
     for i in body:
