@@ -146,7 +146,8 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }
 
-// Order of a launch: the order of the capture. In seeded mode, sometimes another topological order in one queue; CUDA allows any.
+// Returns the order in which a launch enqueues the nodes. In seeded mode, half of the launches put the nodes into one queue, in a
+// random topological order.
 std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
   Machine& machine = Machine::get();
   std::vector<std::size_t> order(nodes.size());

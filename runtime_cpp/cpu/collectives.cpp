@@ -1,5 +1,5 @@
 // NCCL's collectives, sends and recvs. A call outside of groups becomes one op. The calls of a group become one op per
-// communicator. The calls of several ranks meet in a Match (communicator.h).
+// communicator. If ranks are threads, their calls meet in a Match (communicator.h).
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -133,7 +133,7 @@ void expect_same(const Header& theirs, const Request& ours, const std::string& i
   Machine::get().fail(mismatch(differs, theirs.issued_as, issued_as));
 }
 
-// Executes one request across processes. Sends and receives data, and then copies or reduces the data.
+// Executes one request across processes.
 class ProcessTransfer {
  public:
   ProcessTransfer(const Request& request, std::string issued_as, int rank, int size)
@@ -159,7 +159,7 @@ class ProcessTransfer {
   void finish() {
     if (!r_.data_flows(rank_, rank_)) return;
     if (!r_.reduces()) return copy_bytes(received_from(rank_), r_.send, r_.bytes());
-    Match match;  // Match::transfer reduces the received data of all ranks.
+    Match match;  // Match::transfer reduces the data of all ranks.
     static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
     match.root = rank_;
@@ -198,7 +198,7 @@ OpName name_of(const Request& r, const Stream& stream) {
   return {r.comm->device, stream.number, r.name, r.comm->process_group->name, subject_of(r), r.location};
 }
 
-// Returns the work of an op that transfers data with other processes.
+// Returns the work of an op that exchanges data with other processes.
 std::function<void()> transfer_between_processes(const std::vector<Request>& requests, const Stream& stream) {
   const ncclComm& comm = *requests.front().comm;
   const int rank = comm.rank, size = comm.process_group->size();
@@ -297,7 +297,8 @@ ncclResult_t submit(std::vector<Request> requests) {
     for (Request& r : requests) (r.comm == requests.front().comm ? of_one : others).push_back(r);
     for (const Request& r : of_one) {
       if (const ncclResult_t result = check(r)) return result;
-      if (r.stream != of_one.front().stream) return nccl_not_supported("a group of one communicator on several streams");
+      if (r.stream != of_one.front().stream)
+        return nccl_not_supported("a group with calls of one communicator on several streams");
     }
     if (const ncclResult_t result = issue(call.lock, of_one)) return result;
     requests = std::move(others);

@@ -92,7 +92,7 @@ void hw_cpu_fail_call(const char* call, int nth) {
 }
 
 void hw_cpu_location(const char* file, int line, const char* call) {
-  // Location of the last call of this thread. Successive calls often have the same file and text, so this location is reused.
+  // Last interned location of this thread. A call with the same file and text reuses the location without the lock.
   thread_local struct {
     const char *file = nullptr, *call = nullptr;
     Location location;
@@ -149,7 +149,7 @@ cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(voi
     const hw_cpu_range& r = ranges[i];
     op->ranges.push_back(r.write ? write_of(r.pointer, r.bytes, r.rows, r.pitch) : read_of(r.pointer, r.bytes, r.rows, r.pitch));
   }
-  // The element type has the alignment that any closure may need.
+  // The element type aligns the copy for any closure without extended alignment.
   std::vector<std::max_align_t> copy((closure_bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
   if (closure_bytes != 0) std::memcpy(copy.data(), closure, closure_bytes);
   op->work = [run, copy = std::move(copy)]() mutable { run(copy.data()); };

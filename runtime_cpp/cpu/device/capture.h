@@ -17,7 +17,7 @@ struct Node {
   std::size_t stream;  // index among the captured streams; 0 is the launch stream
   Enqueue enqueue;
   Location location;
-  // Predecessors: the previous node of the same stream, and the nodes of other streams that this stream waits for.
+  // Predecessors: the previous node of the stream, and the node of the event if this node waits for an event.
   std::vector<std::size_t> after;
   std::vector<std::uint64_t*> marks = {};  // words to increment when the op is done
 };
@@ -40,11 +40,12 @@ std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue);
 // Increments `word` when the op is done, or at once if the op is already done.
 void mark_op(Op& op, std::uint64_t* word);
 
-// Like add_node, for cudaEventRecord and cudaStreamWaitEvent. A stream that waits for a captured event is captured too.
+// Like add_node, for cudaEventRecord and cudaStreamWaitEvent. Unless `external`, a stream
+// that waits for a captured event joins the capture.
 std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool external);
 std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool external);
 
-// Returns an error and invalidates a capture if the mode of this capture and that of the calling thread forbid this call.
+// Returns an error and invalidates a capture if the modes of the capture and of the calling thread forbid `call`.
 std::optional<cudaError_t> forbidden_in_capture(const char* call);
 // Returns an error and invalidates the capture if this stream is captured.
 std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& stream);

@@ -30,7 +30,7 @@ struct Asked {
 
   std::size_t bytes() const { return count * type_size(type); }
   bool reduces() const { return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce; }
-  // True if the result at seat `to` depends on the input of seat `from`. NCCL orders no other pairs of ranks.
+  // True if the result at seat `to` depends on the input of seat `from`. NCCL does not order other pairs of seats.
   bool data_flows(int from, int to) const {
     if (kind == CommKind::send_recv) return from == 0 && to == 1;
     if (kind == CommKind::broadcast) return from == root;
@@ -42,7 +42,7 @@ struct Asked {
   std::size_t received_at(int from) const { return kind == CommKind::all_gather ? from * bytes() : 0; }
 };
 
-// A collective, or a send with its recv. Combines the ops of several ranks; the op of each rank has one seat.
+// A collective, or a send with its recv. Each call has one seat.
 struct Match : Asked {
   enum class State { open, running, done };
   struct Seat {
@@ -65,7 +65,7 @@ struct Match : Asked {
   std::size_t begun = 0;
 
   bool complete() const { return begun == seats.size(); }
-  // True if the op at this seat can complete.
+  // True if this seat waits for no other seat and no running transfer.
   bool satisfied(int seat) const {
     if (kind == CommKind::send_recv && seat == 0 && buffered) return true;
     return complete() && state != State::running;
@@ -74,7 +74,7 @@ struct Match : Asked {
   bool is_shared() const {
     return std::adjacent_find(seat_ranks.begin(), seat_ranks.end(), std::not_equal_to<>()) != seat_ranks.end();
   }
-  void transfer();  // Moves the data. Meanwhile, no other op accesses the buffers of the seats.
+  void transfer();  // Moves the data.
 };
 
 // Memory that all ranks of a process group registered in one collective call.
@@ -90,8 +90,7 @@ struct ProcessGroup {
 
   int size() const { return static_cast<int>(devices.size()); }
 
-  // True if all ranks have issued the same operations or, for processes, if the operations of this rank are done. Then the
-  // process group remains usable after a failure elsewhere.
+  // True if the process group remains usable after a failure elsewhere.
   bool in_step() const {
     if (shared) return shared->pending == 0;
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
@@ -104,7 +103,7 @@ struct ProcessGroup {
   std::shared_ptr<SharedGroup> shared;  // null unless ranks are processes
   std::vector<int> devices;             // by rank; -1 until the rank has joined
   int arrived = 0;
-  bool stopped = false;  // true after a failure if ranks may have issued different operations before
+  bool stopped = false;  // true after a failure at which in_step() was false
   // The n-th collectives of all ranks match. The n-th send to a rank matches the n-th recv of that rank from the sender.
   std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
   struct Channel {
@@ -113,17 +112,17 @@ struct ProcessGroup {
   std::map<std::pair<int, int>, Channel> channels;                            // (sender, receiver)
   std::map<std::tuple<int, int, int>, std::shared_ptr<SignalCount>> signals;  // by sender, receiver and number
   std::map<int, std::shared_ptr<Windows>> registrations;                      // unfinished registrations, by number
-  std::vector<int> registered;                                                // number of windows by rank
+  std::vector<int> registered;                                                // number of registrations by rank
   std::vector<std::uint64_t> issued;                                          // number of collectives by rank
 };
 
 // Returns an error if the communicator is invalid, or stopped by a failure.
 ncclResult_t check_usable(const std::string& call, ncclComm_t comm);
-void wait_for_ops(Lock& lock, ncclComm_t comm);  // Waits for the ops that this rank has issued.
+void wait_for_ops(Lock& lock, ncclComm_t comm);  // Waits for the last op that this rank has issued.
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
 ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // Waits until all ranks have joined.
-// Returns the work of an op that waits for other processes.
+// Wraps `work`, which waits for other processes, as the work of an op.
 std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work);
 
 }  // namespace hostweave::cpu

@@ -1,10 +1,10 @@
 // The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// One mutex guards all state. Ops compute and transfer data without the mutex. When an op begins, the machine adds the op to the
-// collectives that the op takes part in. If check_dependencies is on, the machine also checks the accesses of the op for races.
-// In seeded mode, the machine also fills the outputs of the op with 0xff bytes. When an op ends, the machine wakes the streams
-// that wait for the op. In parallel mode (workers.cpp), a thread pool runs ready ops. In seeded mode (turns.cpp), a seed chooses
-// one step at a time among streams and host threads.
+// One mutex guards the state. Ops compute and transfer data without the mutex. When an op begins, the machine adds the op to the
+// communications that the op takes part in. If check_dependencies is on, the machine also checks the accesses of the op for
+// races. In seeded mode, the machine also fills the write-only outputs of the op with 0xff bytes. When an op ends, the machine
+// wakes the streams that wait for the op. In parallel mode (workers.cpp), a thread pool runs ready ops. In seeded mode
+// (turns.cpp), a seed chooses one step at a time among streams and host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -63,7 +63,7 @@ struct Allocation {
 class Memory {
  public:
   // Allocates memory filled with 0xff bytes, which are NaN in every float type. With `shared`, other processes can map the
-  // memory. Returns null if memory is exhausted.
+  // memory. Returns null on failure.
   void* allocate(std::size_t bytes, int device, bool shared);
   void release(void* pointer);
   // Allocation that contains this address, or null.
@@ -121,8 +121,8 @@ class Machine {
 
   // --- work
 
-  // Calls run(begin, end) for pieces of 0..count with at most `piece` elements. Idle workers run some of the pieces. Only running
-  // ops call `split`.
+  // Calls run(begin, end) for pieces of 0..count with at most `piece` elements. In parallel mode, idle workers may run some
+  // of the pieces. Only running ops call `split`.
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
@@ -152,12 +152,11 @@ class Machine {
   std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::optional<Picker> picker;
 
-  // Returns the reason why an op on this device must not access these bytes: the pointer is null, the bytes exceed an allocation,
-  // or the memory is of another device without peer access. Returns nullopt if the op may access the bytes.
+  // Returns the reason why an op on this device must not access these bytes, or nullopt.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
   std::set<std::pair<int, int>> peer_access;  // (device, peer)
 
-  std::uint64_t copied_bytes = 0;  // total bytes copied between device buffers
+  std::uint64_t copied_bytes = 0;  // total bytes of copies with cudaMemcpyDeviceToDevice
 
   std::uint64_t ops_done() const { return ops_done_; }
   std::size_t live_streams() const { return live_streams_; }
@@ -168,7 +167,7 @@ class Machine {
   struct HostSide {
     std::size_t actor;
     ClockSnapshot clock;
-    Clock retired;  // clock of destroyed streams; synchronisation of the device also waits for their work
+    Clock retired;  // clock of destroyed streams; synchronisation of the device merges this clock
   };
   struct Split {
     const RunPiece& run;
@@ -182,7 +181,7 @@ class Machine {
   Stream& new_stream(int device, int number);
 
   // machine.cpp
-  void evaluate(Stream& stream);  // Adds the stream to the ready list if the first op of its queue can begin or end.
+  void evaluate(Stream& stream);  // Adds the stream to the ready list if the first op of its queue can make a step.
   void advance(Lock& lock, Stream& stream);
   void begin(Stream& stream, Op& op);
   std::optional<OpName> over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch);
@@ -205,7 +204,7 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
-  // time until which a wait that begins now may last
+  // end of a timeout that begins now
   std::chrono::steady_clock::time_point deadline() const;
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
@@ -270,7 +269,7 @@ cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t stream, bool peers_allowed
 // Blocks the host until these ops are done.
 cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const char* what);
 cudaError_t wait_for_device(Lock& lock, int device);
-// Memory of this thread's device that ranks in other processes can map.
+// Allocates memory for windows on this thread's device. If ranks are processes, other processes can map the memory.
 cudaError_t allocate_for_windows(void** pointer, std::size_t bytes);
 
 }  // namespace hostweave::cpu

@@ -73,7 +73,7 @@ struct Location {  // position of a call in the source; strings are interned, so
   const char* call = nullptr;
 };
 
-// Name of an op for reports. The struct is small, because the access history stores one OpName per range.
+// Name of an op for reports. The struct is small, because the access history stores many.
 struct OpName {
   int device = 0;
   int stream = 0;
@@ -82,8 +82,8 @@ struct OpName {
   int subject = -1;                // index of the argument that is named in reports; -1: none
   Location location;
 
-  std::string text() const;  // such as "rank 0 stream 1: all_reduce h over x (program.cpp:41)"
-  std::string what() const;  // all_reduce h over x (program.cpp:41)
+  std::string text() const;  // such as "rank 0 stream 1: all_reduce h over communicator 2 (program.cpp:41)"
+  std::string what() const;  // "all_reduce h over communicator 2 (program.cpp:41)"
 };
 
 struct Part {  // an op's seat in a Match (communicator.h)
@@ -95,7 +95,7 @@ struct Stream;
 
 // Counts of the signals with one number from one rank to another.
 struct SignalCount {
-  int sender = 0;  // device numbers
+  int sender = 0;  // device number
   int number = 0;
   std::uint64_t given = 0, awaited = 0;           // numbers of enqueued signals and of awaited signals
   std::uint64_t value = 0;                        // number of arrived signals
@@ -114,7 +114,7 @@ struct Op {
   Stream* stream = nullptr;
   Ranges ranges;
   std::function<void()> work;              // runs without the lock; may be empty
-  std::vector<Part> parts;                 // calls of a communication group; they begin and end together
+  std::vector<Part> parts;                 // calls of a collective or group; they begin and end together
   std::vector<std::shared_ptr<Op>> after;  // ops that must end before this op begins
   std::vector<SignalTurn> awaits;          // signals that must arrive before this op begins
   std::vector<SignalTurn> gives;           // signals that are given when this op ends
@@ -122,7 +122,7 @@ struct Op {
   ClockSnapshot clock;                     // clock of the stream when the op ends
   std::vector<Stream*> waiters;            // streams whose head op waits for this op
   std::chrono::steady_clock::time_point finished;
-  std::vector<std::uint64_t*> marks;  // words that count how often the op is done
+  std::vector<std::uint64_t*> marks;  // words to increment when the op is done
   bool begun = false;
   bool done = false;
 };
