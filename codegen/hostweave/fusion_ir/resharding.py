@@ -158,8 +158,8 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
     """Splits a reshard that changes dims to or from zigzag into two reshards, as pairs of types. Any other reshard stays one pair.
 
-    Between the two reshards, each rank has the whole dims, and reorders the pieces. In the pairs, these dims have plain axes in place of
-    zigzag axes, because a reshard treats the two pieces of a rank as one shard.
+    The first pair ends, and the second begins, with these dims unsharded. There, each rank reorders the blocks of the dims. In the pairs,
+    plain axes stand for zigzag axes, because both blocks of a rank move together.
     """
     changed = zigzag_changes(source, target)
     if not changed:
@@ -287,8 +287,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
     def can_gain(i: int, axes: Axes) -> bool:
-        """True if `axes` can split a dim further. Uneven shards cannot be split further, because the blocks would differ from those of one
-        split."""
+        """True if `axes` can split a dim further. Shards of uneven sizes cannot be split again: one split by all axes has other blocks."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
         if isinstance(dim.axes, Zigzag):

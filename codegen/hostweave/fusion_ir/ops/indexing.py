@@ -28,7 +28,7 @@ from hostweave.types.tensor import Dim, DType, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
-INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the dim of the result or source at the same position
+INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the same dim of the other tensor: the result, source or update
 
 
 def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
