@@ -17,11 +17,11 @@ class Unaligned:
     """A matmul of known sizes with unaligned rows."""
 
     matmul: ir.Matmul
-    multiple: int  # aligned sizes are multiples of this number of elements
+    multiple: int  # a size that is a multiple of this number of elements is aligned in each matrix
     sizes: Mapping[str, int]  # m, n and k
     dims: tuple[str, ...]  # unaligned dims among k, m and n: contiguous in a matrix, and not a multiple of 16 bytes there
-    pitched: tuple[str, ...]  # fields of the matrices whose rows do not all begin at multiples of 16 bytes
-    gain: float  # seconds that an aligned matmul saves, minus the seconds of matmuls for the rest of each unaligned dim
+    pitched: tuple[str, ...]  # fields of the matrices in which the distance of rows is not a multiple of 16 bytes
+    gain: float  # seconds that an aligned matmul saves, minus the seconds of the matmuls for the remainders of unaligned dims
 
 
 def rows_of(type: BufferType) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Mac
     if not (ragged or pitched) or any(sizes[dim] < multiple for dim in ragged):
         return None
     batch = int(product(dst.shape[:-2]))
-    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # dim -> elements that the matmul for the rest of the dim reads or updates
+    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # dim -> elements of whole matrices that the matmul for its remainder reads and writes
     rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
     gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
     return Unaligned(i, multiple, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

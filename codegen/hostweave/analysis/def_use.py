@@ -1,5 +1,5 @@
-"""Def-use of a host program: the instructions that access each buffer, and their streams. If two bodies use one name for different buffers,
-as a user's program may, the last buffer counts."""
+"""Def-use of a host program: the instructions that access each buffer, and their streams. A name may denote different buffers in two
+bodies. The last buffer then counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Place:
     """An instruction and its position in the program.
 
     `number` is its number in `tree.walk`. `body` is the enclosing body, and `index` the index in that body. `around` has the enclosing
-    instructions, outermost first. The body of a group does not count as a body, because the host enqueues the members of the group
+    instructions, outermost first. Members of a group have the `body`, `index` and `around` of the group, because the host enqueues them
     together. `statement` is the number of the enclosing group, or of the instruction itself.
     """
 
@@ -110,7 +110,7 @@ class DefUse:
         return dict.fromkeys(root for name in tree.names(i, *roles) for root in self.roots.all_of(name))
 
     def is_whole(self, name: str) -> bool:
-        """True if a name covers all elements of its alias root, in order."""
+        """True if a name covers all elements of its alias root, in order, and the root is contiguous."""
         while (source := self.roots.source(name)) and name in self.views:  # An output covers the whole donated input.
             if self.views[name].instruction.shows != "in order":
                 return False

@@ -141,7 +141,7 @@ def _iteration(kernel: Kernel) -> Iteration:
 
 
 def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> tuple[dict[str, int], set[DimOfValue]]:
-    """Joins dims that share an index. Returns the dims without a loop, by value, and the dims with an index."""
+    """Joins dims that share an index. Returns the `fibers` of the Iteration, and the dims that were joined."""
     fibers: dict[str, int] = {}
     walked: set[DimOfValue] = set()
     for op in kernel.ops:
@@ -157,10 +157,11 @@ def _walked(kernel: Kernel, types: Mapping[str, TensorType], shared: _Dims) -> t
 
 
 def _check_fibers(kernel: Kernel, fibers: dict[str, int], walked: set[DimOfValue]) -> None:
-    """Raises NotOneKernel if an op on whole fibers shares the kernel with other ops, except the iota of a scatter.
+    """Raises NotOneKernel in three cases:
 
-    Also raises NotOneKernel if a loop iterates over a dim of `fibers`. A value in `fibers` must be an input, the result of an op on whole
-    fibers, or an iota that is not a result of the kernel.
+    - an op on whole fibers shares the kernel with other ops, except the iota of a scatter
+    - a loop iterates over a dim of `fibers`
+    - a value in `fibers` is neither an input, nor the result of an op on whole fibers, nor an iota that is not a result of the kernel
     """
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].fiber}
     for name, operands in whole.items():
@@ -204,7 +205,7 @@ def _labelled(
 
 
 def _joined(op: Op, types: Mapping[str, TensorType]) -> tuple[list[list[DimOfValue]], dict[str, int]]:
-    """Lists of dims that share one index of the op, and a map from each value to its dim without a loop. Cached, because `fuse_kernels`
+    """Lists of dims that share one index of the op, and the op's `fibers` of the Iteration. Cached, because `fuse_kernels`
     analyses each op in many kernels."""
     return fact(op, _joined_dims, [types[name] for name in op.tensors], _joined_dims, op, types)
 
@@ -242,7 +243,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """Index of each operand that a launch or call updates in place, and index of the result that contains it."""
+    """Index of each operand that a launch or call updates in place, and index of the updated result."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]
@@ -310,7 +311,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     operands = {name for op in products for name in op.tensors}
     if read.name in operands:
         return False
-    if products:  # A matmul kernel reads its other inputs after it has summed its terms.
+    if products:  # A matmul kernel reads inputs of other ops only after the products are computed.
         made = (Parameter(op.result.name, op.result.type) for op in products)
         inputs = (*(p for p in kernel.inputs if p.name not in operands), *made)
         kernel = Kernel(kernel.name, inputs, tuple(op for op in kernel.ops if op not in products), kernel.returned)

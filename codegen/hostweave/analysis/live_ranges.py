@@ -1,6 +1,6 @@
 """Live ranges of a host program's temporaries, which determine the layout of the arena.
 
-An `allocate` makes one buffer, or one buffer per stream in a stream block. A buffer lives until its `deallocate`, or until the end of the
+An `allocate` makes one buffer, or several in a stream block (see `Begin`). A buffer lives until its `deallocate`, or until the end of the
 enclosing body. An `on` body does not count as an enclosing body. Buffers that are allocated later in program order may reuse the bytes. If
 a buffer belongs to a stream, only buffers of this stream may reuse its bytes until the streams are joined.
 """
@@ -62,15 +62,15 @@ MemoryEvents = tuple[MemoryEvent, ...]
 
 @ir.analysis
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
-    """Begins and ends of live ranges, calls and joins, in program order. Omits ends and joins after which no buffer can reuse the bytes. In
-    functions, such ends and joins stay, because another call may follow."""
+    """Begins and ends of live ranges, calls and joins, in program order. Omits ends and joins without effect. At the end of a function,
+    ends and joins have an effect, because another call may follow."""
     ranks = frozenset(program.mesh.all_ranks)
     return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), ranks, ranks if is_function else frozenset())
 
 
 @ir.analysis
 def allocating_functions(program: ir.HostProgram) -> set[str]:
-    """Functions that allocate memory, directly or in a call."""
+    """Names of the functions that allocate memory, directly or in a call."""
     found: set[str] = set()
     for function in program.functions:
         if any(tree.names(i, "allocate") or not found.isdisjoint(tree.names(i, "call")) for i in tree.walk(function.body)):
@@ -112,7 +112,7 @@ class _Walk:
         return tuple(events)
 
     def slots(self, stream: tree.Slot) -> int:
-        """Smallest known n for which a stream block runs only on the streams 0 to n - 1."""
+        """Number n such that a stream block runs only on streams from 0 to n - 1. The size of the pool if no smaller n is known."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
         match index:
@@ -124,10 +124,10 @@ class _Walk:
 
 
 def _needed(events: MemoryEvents, ranks: frozenset[int], follows: frozenset[int], pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Removes ends and joins without effect. `ranks` have these events. A live range may begin after `events` on the ranks `follows`.
+    """Removes ends and joins without effect. `ranks` execute these events. A live range may begin after `events` on the ranks `follows`.
 
-    An end or join has no effect if no live range begins later. An end also has no effect if a join of its pool precedes the next begin. A
-    join also has no effect if its pool has no buffers.
+    An end or join has no effect if no live range begins later on its ranks. An end also has no effect if a join of its pool precedes the
+    next begin. A join also has no effect if its pool has no buffers.
     """
     pools |= {begin.place.stream[0] for begin in begins(events) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin

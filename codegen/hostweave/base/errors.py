@@ -44,7 +44,7 @@ class Location:
 
     @staticmethod
     def of_caller(*others: str) -> Location:
-        """Location of `stated_location`, or else of the innermost frame outside of this package and of the paths `others`."""
+        """The location of `stated_location`, otherwise that of the innermost frame outside of this package and of the paths `others`."""
         if (stated := _stated.get()) is not None:
             return stated
         frame = sys._getframe(1)
@@ -60,7 +60,7 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Makes `location` the user's line in errors, for recorded graphs, whose lines are no longer on the stack."""
+    """Makes `Location.of_caller` return `location`, unless this is None."""
     token = _stated.set(location)
     try:
         yield

@@ -1,6 +1,6 @@
-"""Makes os.fork safe: registered locks are free in the child, and a fork waits for late imports and for processes that start."""
+"""Makes os.fork safe: registered locks are free in the child, and a fork waits for lazy imports and for processes that start."""
 
-import concurrent.futures.thread  # noqa: F401  # imported here, because a late import would register fork handlers while a fork waits
+import concurrent.futures.thread  # noqa: F401  # imported here, because a lazy import would register fork handlers while a fork waits
 import os
 import sys
 import threading
@@ -12,7 +12,7 @@ _Lock = TypeVar("_Lock")
 
 _WAIT_TIMEOUT = 10.0  # seconds that a fork waits for each lock; limited, because an import may wait for the forking thread
 
-importing = threading.RLock()  # held during late imports; a fork waits for it
+importing = threading.RLock()  # held during lazy imports; a fork waits for it
 # Held while a process starts. A fork waits for it, because the child would keep the pipe of that process open.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()

@@ -1,6 +1,6 @@
 """Runs work that Ctrl-C must not interrupt halfway, and work with a time limit.
 
-Python raises KeyboardInterrupt in the main thread between any two bytecode instructions, even right after a lock was taken. So another
+Python may raise KeyboardInterrupt in the main thread between two bytecode instructions, even right after a lock was taken. So another
 thread does the work, and the main thread waits. Interrupted work stops at its next call of `expect_not_interrupted`.
 """
 
@@ -39,7 +39,7 @@ class _Task(Generic[T]):
         expect_memory(_THREAD_BYTES)  # a thread without memory would end without an error
         try:
             Thread(target=self.run, name="hostweave task", daemon=True).start()
-        except RuntimeError:  # some Python versions cannot start threads during shutdown
+        except RuntimeError:  # no thread can be started, for example during shutdown
             self.run()
 
     def run(self) -> None:

@@ -110,7 +110,7 @@ class Lexer:
         self.depth -= 1
 
     def repeated(self, word: str, item: Callable[[], T]) -> tuple[T, ...]:
-        """Parses items while the next token is `word`."""
+        """Parses `word` and an item, as often as `word` is the next token."""
         items: list[T] = []
         while self.accept(word):
             items.append(item())

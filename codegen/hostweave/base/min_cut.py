@@ -7,7 +7,7 @@ from typing import TypeVar
 
 N = TypeVar("N", bound=Hashable)
 
-INFINITE = 1 << 200  # more than any sum of capacities
+INFINITE = 1 << 200  # more than any sum of finite capacities
 
 
 def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:

@@ -12,7 +12,7 @@ _ROOT = PACKAGE if (PACKAGE / "runtime_cpp").is_dir() else PACKAGE.parents[1]
 
 TEMPLATES = _ROOT / "templates"
 RUNTIME = _ROOT / "runtime_cpp"
-# for generated programs, and for the driver that Python calls
+# first for generated programs, then for the driver that Python calls
 RUNTIME_INCLUDES = (RUNTIME / "include", RUNTIME / "driver" / "include")
 RUNTIME_SOURCES = (RUNTIME / "src", RUNTIME / "driver" / "src")
 EXAMPLES = _ROOT / "examples"

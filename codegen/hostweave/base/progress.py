@@ -35,7 +35,7 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """Shows the progress of a `with` block. Steps count for the outermost block. Only the logger shows nested blocks."""
+    """Shows the progress of a `with` block. Nested blocks appear only in the log. Their steps count for the outermost block."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:

@@ -11,7 +11,7 @@ from hostweave.base.errors import ExecutionError, HostweaveError, reason_of
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# a full disk causes a bus error, because a linker maps its output file
+# a full disk may cause a bus error, because a linker maps its output file
 _DISK = r"No space left on device|Disk quota exceeded|Bus error|signal 7\b"
 _FILES = r"Too many open files"
 _SIZE = r"File too large|File size limit exceeded|signal 25\b"
