@@ -13,14 +13,14 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-MAX_CHARACTERS = 120  # longest usage, such as `matmul(a, b)`, in a message
+MAX_CHARACTERS = 120  # some messages shorten a longer usage, such as `matmul(a, b)`
 
 # PyTorch's names of some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}
 
 
 def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator: arguments that do not fit the parameters raise ProgramError, and NumPy integers become ints."""
+    """Decorator: a call that fails because of its arguments raises ProgramError. NumPy integers become ints."""
 
     @wraps(function)
     def wrapper(*args: _P.args, **options: _P.kwargs) -> _T:
@@ -93,8 +93,8 @@ def _wrong_type_of(
     options: Mapping[str, object],
     of: Callable[[object], bool] = lambda _: True,
 ) -> str | None:
-    """Error message for the first value of a wrong type, among values for which `of` is True. None if there is none, or if arguments are
-    missing or unknown."""
+    """Error message for the first value of a wrong type, among values for which `of` is True. None if there is none, or if the
+    arguments do not bind to the parameters."""
     try:
         bound = inspect.signature(function).bind(*args, **options)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Reuses objects instead of equal copies, so that facts cached in the objects stay valid, and comparisons are fast."""
+"""Reuses objects instead of equal copies, which keeps the facts cached in the objects, and makes comparisons fast."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -29,7 +29,7 @@ _SUMS = "SHA256SUMS"  # digests of an entry's files; the file's modification tim
 _EVICTED = "evicted"  # file whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _MAX_PREFIX = 50  # characters of the readable prefix
-_MIN_UNUSED_SECONDS = 3600.0  # entries stay this long after their last use, because a build may be about to link them
+_MIN_UNUSED_SECONDS = 3600.0  # an eviction keeps entries this long after their last use, because a build may be about to link them
 EVICTION_PERIOD = 600.0  # minimum number of seconds between evictions by builds
 _MAX_LINKS = 40  # maximum number of symbolic links in a path, as in Linux
 _MAX_CLOCK_SKEW = 10**10  # nanoseconds by which a file server's clock may be ahead
@@ -109,8 +109,8 @@ def name_of(name: str, *parts: str) -> str:
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Stamp that changes with every edit of a file below the folder. If a file was edited after this process began to import the package,
-    the stamp is random, because the process may run old code."""
+    """Stamp of the paths, sizes and times of the files below the folder. If a file was edited after this process began to
+    import the package, the stamp is random, because the process may run old code."""
     files = [(path, os.stat(path)) for path in _files(folder)]
     latest = time.time_ns() + _MAX_CLOCK_SKEW  # files with later times were written before the clock was set back
     is_edited = any(base.imported_at <= status.st_ctime_ns <= latest for _, status in files)
@@ -136,7 +136,7 @@ def lookup(name: str) -> Path | None:
 
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
-    """Returns the folder of entry `name`. If the entry is missing, `make` fills a new folder, which is then published. If `make` raises
+    """Returns the folder of entry `name`. If there is no valid entry, `make` fills a new folder, which is then published. If `make` raises
     BuildError, the folder moves to `failed`, and the error names it. Errors of nested builds stay unchanged."""
     if found := lookup(name):
         return found
@@ -203,7 +203,7 @@ def clear() -> int:
 
 
 def remove_leftovers() -> int:
-    """Removes folders of builds whose process was killed. Returns the number of removed folders."""
+    """Removes unfinished builds that no process continues. Returns the number of removed folders."""
     count = 0
     for entry in entries():
         if found := _SCRATCH.fullmatch(entry.path.name):
@@ -216,8 +216,8 @@ def remove_leftovers() -> int:
 
 
 def evict(period: float = 0.0) -> None:
-    """Removes the least recently used entries, except those of the last hour, until the cache is within its limit. Does nothing if the last
-    eviction was less than `period` seconds ago, because an eviction reads all entries."""
+    """Removes the least recently used entries, except those used in the last hour, until the cache is within its limit. Does nothing
+    if the last eviction was less than `period` seconds ago, because an eviction reads all entries."""
     max_bytes, total = limit(), 0
     mark = root() / _EVICTED
     with contextlib.suppress(OSError):  # no eviction yet
@@ -264,7 +264,7 @@ def _as_build_error() -> Iterator[None]:
 
 
 def _own(folder: Path) -> Path:
-    """Creates the folder for this user only. Raises BuildError if other users can write to it."""
+    """Creates a missing folder, for this user only. Raises BuildError if other users can write to the folder or replace the cache."""
     if folder != root():
         _own(root())
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -94,7 +94,7 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
 
     def run_one(command: list[str]) -> tuple[int, str]:
         result = run(command, folder=folder)
-        step_done(command[-1].removesuffix(".o"))  # the last word is the output file
+        step_done(command[-1].removesuffix(".o"))  # usually the output file
         return result
 
     with ThreadPoolExecutor(CORES) as pool:
@@ -114,7 +114,7 @@ def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
 
 
 def _with_includes(folder: Path, text: str) -> list[str]:
-    """A text and the files that it includes from the program's folder, without comments."""
+    """A text and the files that it includes from the program's folder, without the text of comment lines."""
     without_comments = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', without_comments, re.M)]
     return [without_comments, *(part for file in included if file.is_file() for part in _with_includes(folder, file.read_text()))]

@@ -13,8 +13,8 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.emit.cpp import quoted
 
-# -prec-div=false: divisions have errors of up to 2 ulp, because exact division would double the time of most kernels. -diag-suppress=186:
-# no warning if an op such as relu compares an unsigned number with zero.
+# -prec-div=false: divisions have errors of up to 2 ulp, because exact division is slower.
+# -diag-suppress=186: no warning if an op such as relu compares an unsigned number with zero.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false", "-diag-suppress=186")
 _INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same types as in the host compiler
 
@@ -33,7 +33,7 @@ def _integers() -> str:
     return "\n".join([*lines, "using uintptr_t = uint64_t;"])
 
 
-# Texts of headers. NVRTC has no standard headers. kernels.h is empty, because it declares host functions.
+# Texts of headers. NVRTC has no standard headers. kernels.h is empty, because it includes headers for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
 _FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing this header takes as long as parsing all others
 _INSTANCES = "// Each paragraph below is compiled separately.\n\n"

@@ -45,8 +45,8 @@ def build(
 ) -> Path:
     """Returns the folder with the sources and the module of a program.
 
-    `render` makes the sources, if the program is not in the cache. Progress messages show `title`. `figures` names the machine for which
-    kernels are scheduled.
+    `render` makes the sources, and is called only if they are missing. Progress messages show `title`. `figures` names the machine for
+    which kernels are scheduled.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)

@@ -18,7 +18,7 @@ from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
 LIBRARIES_FILE = "libraries"  # lists the cached libraries that a module needs, dependencies first
-# These files have no hot loops. To save time, they are compiled as one unit, with -O1.
+# Files that have no hot loops. To save time, they are included in module.cpp, which is compiled with -O1.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # makes a program's objects a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
@@ -27,7 +27,7 @@ FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
 
 class KernelCompiler(Protocol):
-    """Library that compiles generated kernels for GPUs of architecture `arch`."""
+    """Library that compiles kernels for GPUs of architecture `arch`."""
 
     @property
     def library(self) -> Path: ...
@@ -56,8 +56,7 @@ class Toolchain:
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", output]
 
     def link(self, objects: list[str], output: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
-        """Command that links objects into a shared library. The rpath omits libraries with a `soname`, because the process loads these
-        first."""
+        """Command that links objects into a shared library. The rpath omits cached libraries, because the process loads these first."""
         files = (*(library.path for library in libraries), *self.libraries)
         on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)
         folders = dict.fromkeys(file.parent for file in on_rpath)
@@ -84,7 +83,7 @@ class Toolchain:
 @dataclass(frozen=True)
 class Library:
     """A library of the runtime, which `make` builds at `path`. A cached library has a unique `soname`. The dynamic loader finds the library
-    by this name, because `load` loads the library first."""
+    by this name, because the module is loaded later."""
 
     path: Path
     make: Callable[[], object]

@@ -27,7 +27,7 @@ from hostweave.host_ir import ir, tree
 
 
 class PostedCommunications:
-    """For each rank, channel and stream, the last posted communication that a device may serialise."""
+    """For each rank, channel and stream, the last posted communication that occupies multiprocessors."""
 
     def __init__(self) -> None:
         self._last: dict[int, dict[tuple[int, tuple[ChannelGroup, bool]], Task]] = defaultdict(dict)  # by rank
@@ -36,7 +36,7 @@ class PostedCommunications:
         """Records the communications of a task that starts at `clock`. Returns earlier communications that must precede the task and may
         still run.
 
-        Two communications on one channel need no order if the library does both, because the library orders them.
+        Two communications on one channel need no order if the communication library does both, because it orders them.
         """
         channels = {_place(part) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
