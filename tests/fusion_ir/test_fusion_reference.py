@@ -29,7 +29,11 @@ Array = NDArray[Any]
 
 
 def test_every_op_has_an_example() -> None:
-    elsewhere = {"attention", "attention_lse", *GRADIENTS}  # tested in tests/programs/test_attention.py and test_attention_backward.py
+    elsewhere = {
+        "attention",
+        "attention_lse",
+        *GRADIENTS,
+    }  # tested in tests/programs/attention
     assert (
         set(EXAMPLES) == set(OPS) - {"kernel", "output", "repeat", "renumber", "reverse_second", *RESHARD_STEPS} - elsewhere
     )  # all ops except user kernels, repeats, outputs of calls, and ops that only passes create

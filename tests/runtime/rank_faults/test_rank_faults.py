@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from forked import Forked
 from four_ranks import AG_MATMUL, RANKS, ROWS_AND_COLUMNS, TWICE, W, X, ag_matmul, on_ranks, x_of
-from processes import environment
-from test_providers import free_port, run_processes
+from launched_ranks import run_processes
+from processes import environment, free_port
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
@@ -248,7 +248,7 @@ print(group.failure is not None)
 again = hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["OTHER_PORT"]}))
 print(again.rank, again.count, again.failure)
 """
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OTHER_PORT": str(free_port())}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OTHER_PORT": free_port()}
     said, has_failed, again = run_processes(script, [{"RANK": "1", "WORLD_SIZE": "2", **address}])[0].splitlines()
     assert re.fullmatch(
         r"group 'default' has failed and cannot be reused: the store in the process of rank 0 does not answer \(.*\); "
@@ -262,7 +262,7 @@ def test_rank_0_is_stopped_before_the_first_call() -> None:
     """Requests to the store end after `call_timeout`, although a first call may take `timeout`."""
     script = "import hostweave as hw, sys; hw.init(group='stopped'); print('ready', flush=True); sys.stdin.read()"
     limit = 2
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
     def gathered(x: hw.Tensor) -> hw.Tensor:
@@ -340,7 +340,7 @@ said(lambda: program(x))
 
 def test_errors_of_ranks_as_processes_on_the_cpu() -> None:
     """Ranks report different programs and sizes, a late rank, and features that need threads or one host."""
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
     for rank, output in enumerate(outputs):
         lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  "))]  # Reports of the watchdog are omitted.

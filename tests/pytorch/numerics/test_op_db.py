@@ -1,7 +1,7 @@
 """Entries of op_db, torch's op database. An entry gives torch's result, or is on the page of refused entries in the documentation.
 
 Entries are tested in batches. By default, every eighth batch runs, on 2 ranks. With `-m slow`, the other batches run on 2 ranks, and
-all batches on 1 and 4 ranks. `python -m pytest tests/pytorch/test_op_db.py --update-golden -k page -m slow` regenerates the page.
+all batches on 1 and 4 ranks. `python -m pytest tests/pytorch/numerics/test_op_db.py --update-golden -k page -m slow` regenerates the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ProgramError  # noqa: E402
 
 BATCHES = 44
-PAGE = Path(__file__).parents[2] / "docs" / "pytorch-ops.md"
+PAGE = Path(__file__).parents[3] / "docs" / "pytorch-ops.md"
 KINDS = {
     "float32, forward": torch.float32,
     "float32, backward": torch.float32,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from forked import Forked
+from launched_ranks import in_threads, run_processes
+from processes import free_port
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime.coordinator import StoreCoordinator
@@ -20,43 +18,6 @@ from hostweave.runtime.launchers import LaunchedRank, first_node, launched
 from hostweave.runtime.providers import MPI, Communicators, Environment, Threads, TorchStore, close_servers, default_provider
 from hostweave.runtime.rendezvous import meet
 from hostweave.runtime.stores import TcpStore
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def run_processes(script: str, environments: list[dict[str, str]], timeout: float = 60) -> list[str]:
-    """Runs one process per environment. Returns their outputs. The first process that fails makes the test fail."""
-    clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
-    processes = [
-        Forked([sys.executable, "-c", script], env=clean | one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for one in environments
-    ]
-    outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
-    return [output.strip() for output in outputs]
-
-
-def in_threads(count: int, function: Any) -> list[Any]:
-    """Returns the result of `function(rank)` for every rank, or its exception."""
-    results: list[Any] = [None] * count
-
-    def call(rank: int) -> None:
-        try:
-            results[rank] = function(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
 
 # --- launchers --------------------------------------------------------------------------------------------------------
 
@@ -206,7 +167,7 @@ from hostweave.runtime.coordinator import StoreCoordinator
 StoreCoordinator(store, worlds[0].prefix, rank, count).gather("done", 20)
 store.close()
 """
-    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     outputs = run_processes(script, [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)])
     prefixes = outputs[0].split()[-3:]
     assert len(set(prefixes)) == 3
@@ -234,7 +195,7 @@ print(before, world(Environment()), world(TorchStore()))
 dist.barrier()
 dist.destroy_process_group()
 """
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     outputs = run_processes(script, [common | {"RANK": str(rank)} for rank in range(2)])
     assert outputs == [" ".join(["['from 0', 'from 1']"] * 3)] * 2
 
@@ -243,7 +204,7 @@ dist.destroy_process_group()
 def test_torch_store_of_tcp() -> None:
     import torch.distributed as dist
 
-    port, done = free_port(), threading.Barrier(2)
+    port, done = int(free_port()), threading.Barrier(2)
 
     def rank(rank: int) -> list[str]:
         store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=timedelta(seconds=20))

@@ -27,7 +27,7 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from adamw import ZERO, adamw, rates
 
 Array = NDArray[Any]

@@ -23,7 +23,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install tran
 from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 DOCS = HERE.parents[1] / "docs"
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["transformers", "hostweave.torch"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launched_ranks import run_processes
 from processes import as_rank, free_port
-from test_providers import run_processes
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_providers import free_port, run_processes
+from launched_ranks import run_processes
+from processes import free_port
 
 PROGRAM = """
 import os, sys, time
@@ -104,7 +105,7 @@ print("done", failures > 0)
 
 
 def on_two_ranks(script: str, transport: str, **more: str) -> list[list[str]]:
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TRANSPORT": transport, **more}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TRANSPORT": transport, **more}
     outputs = run_processes(PROGRAM + script, [common | {"RANK": str(rank)} for rank in range(2)])
     return [[line for line in output.splitlines() if not line.startswith(("hostweave:", "  "))] for output in outputs]
 

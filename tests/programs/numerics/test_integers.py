@@ -117,7 +117,7 @@ def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
     calls = "for to in (hw.i32, hw.i64): test_reductions_wrap_around('cpu', to), test_integers_wrap_around('cpu', to)\n"
     calls += "for of in (hw.f64, hw.f32): test_floats_become_ints_by_i64('cpu', of)"
     script = f"import warnings; warnings.simplefilter('ignore')\nimport hostweave as hw\nfrom test_integers import *\n{calls}"
-    folders = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[1])))
+    folders = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[2])))
     environment = os.environ | {"CXX": str(compiler), "HOSTWEAVE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": folders}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Removes or changes one synchronisation of a program, and counts how many of these mutants the proof of order rejects.
 
-`PYTHONPATH=tests python tests/programs/sync_mutants.py` prints the table of docs/check-tests.md. The programs are those of
+`PYTHONPATH=tests python tests/programs/synchronization/sync_mutants.py` prints the table of docs/check-tests.md. The programs are those of
 `test_mutations.py` and `test_one_sided_mutations.py`. These tests also run the accepted mutants, whose results must be right.
 """
 

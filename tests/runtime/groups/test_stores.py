@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_providers import free_port, in_threads
+from launched_ranks import in_threads
+from processes import free_port
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
@@ -181,7 +182,7 @@ def test_a_port_in_use_is_skipped() -> None:
 
 
 def test_no_server_to_reach() -> None:
-    port = free_port()
+    port = int(free_port())
     unreachable = rf"the store of rank 0 cannot be reached on 127.0.0.1, port {port} \(.*\); check that rank 0 runs there"
     with pytest.raises(ExecutionError, match=unreachable):
         TcpStore([("127.0.0.1", port)], "job", 0.2)

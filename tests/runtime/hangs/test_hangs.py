@@ -14,12 +14,13 @@ import threading
 import time
 from pathlib import Path
 
+import four_ranks
 import numpy as np
 import pytest
 from forked import Forked
 from four_ranks import AG_MATMUL, RANKS, W, X, ag_matmul, mesh, on_ranks, x_of
 from gpu.test_hangs_on_gpus import FAULT, gathered_by_puts, without_a_signal
-from test_providers import free_port
+from processes import free_port
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError
@@ -27,8 +28,8 @@ from hostweave.runtime import cpu
 from hostweave.runtime.lines import with_source_lines
 from hostweave.runtime.standstill import RankPosition, describe, from_json, to_json
 
-FILE = Path(__file__).with_name("four_ranks.py").name
-LINE = 1 + Path(__file__).with_name("four_ranks.py").read_text().splitlines().index('    return hw.matmul(x, w).stream("M", chunks=RANKS)')
+FILE = Path(four_ranks.__file__).name
+LINE = 1 + Path(four_ranks.__file__).read_text().splitlines().index('    return hw.matmul(x, w).stream("M", chunks=RANKS)')
 AT = rf"\({FILE}:{LINE}, program\.cpp:\d+\)"
 SIGNAL = "HW_CHECK(channel_x_.signal((rank_x - i + 4) % 4, 0, stream));"
 RECV = "HW_CHECK(ncclRecv("
@@ -86,10 +87,10 @@ class Processes:
     def __init__(
         self, folder: Path, transport: str, place: str, fault: str, limit: float = 60, never: bool = False, captured: bool = False
     ):
-        tests = str(Path(__file__).parent)
+        tests = str(Path(four_ranks.__file__).parent)
         script = PROCESS.format(tests=tests, transport=transport, limit=limit, never=never, captured=captured)
         with_fault(folder, transport, place, fault).close()  # The program is built once. The ranks find the edited files.
-        common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HOSTWEAVE_EDIT": str(folder)}
+        common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "HOSTWEAVE_EDIT": str(folder)}
         clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
         paths = os.pathsep.join([tests, str(Path(tests).parent), os.environ.get("PYTHONPATH", "")])
         self.processes = [
