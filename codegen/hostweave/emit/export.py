@@ -15,7 +15,7 @@ from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
 _PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that are copied to every project
-_SUMS = "SHA256SUMS"  # SHA-256 of each written file; the next export uses it to detect edited files
+_SUMS = ".hostweave-export"  # SHA-256 of each written file; the next export uses it to detect edited files
 
 
 def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
