@@ -32,7 +32,7 @@ namespace hw {
 struct Grid {
   int64_t blocks;
   int threads;           // per block
-  int cluster = 1;       // blocks per cluster; ignored on devices without clusters
+  int cluster = 1;       // blocks per cluster
   bool at_once = false;  // cooperative launch, with at most one block per multiprocessor
   int shared = 0;        // bytes of dynamic shared memory
 };
@@ -106,8 +106,8 @@ constexpr Grid grid_of_tiles(int64_t rows, int64_t columns) {
 }
 
 // Grid of matmuls with few rows: one cluster per kProductColumns columns. The cluster has as many blocks as possible, up to
-// kMostBlocks. Each block must have enough terms, and all blocks must run at once. Clusters of more than two blocks cannot fill
-// every GPC, so fewer blocks run at once.
+// kMostBlocks. A cluster of several blocks needs enough terms per block, and all blocks must then run at once. Clusters of more
+// than two blocks cannot fill every GPC, so fewer blocks run at once.
 template <int kThreads = kProductThreads, int64_t kSize = kThreads / kProductThreads>
 inline Grid grid_of_products(int64_t columns, int64_t depth) {
   const int64_t clusters = ceil_div(columns, kProductColumns);

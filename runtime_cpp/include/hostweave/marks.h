@@ -18,7 +18,7 @@ class Marks {
   Marks(Marks&&) = delete;
 
   cudaError_t add(cudaStream_t stream);
-  // Milliseconds from `begin` to each mark since the last call of `take`. The streams must have reached all of these marks.
+  // Milliseconds from `begin` to each mark added since the last call of `take`. The streams must have reached all of these marks.
   std::vector<float> take(cudaEvent_t begin);
 
  private:

@@ -56,8 +56,8 @@ class Divisor {
 #endif
 };
 
-// Approximations for kernels with elements of at most 16 bits. Errors are up to about 100 ulp for exp and sigmoid, and 5 ulp for
-// erf, by the rational function of XLA and Eigen. gelu has a relative error of up to 1e-5, by Abramowitz and Stegun 7.1.26 with
+// Approximations for kernels with elements of at most 16 bits. Errors are up to about 100 ulp for exp and sigmoid. erf is the
+// rational function of XLA and Eigen. gelu has a relative error of up to 1e-5, by Abramowitz and Stegun 7.1.26 with
 // coefficients for small relative error.
 #ifdef __CUDACC__
 HW_DEVICE float fast_exp(float x) { return __expf(x); }
@@ -158,7 +158,7 @@ HW_DEVICE auto gcd(A left, B right) {
   }
   return static_cast<T>(a < T(1) ? minus(0, a) : a);
 }
-// Float versions with the semantics of NumPy and Python.
+// Float versions with the semantics of NumPy.
 HW_DEVICE float copy_sign(float x, float sign) { return copysignf(x, sign); }
 HW_DEVICE double copy_sign(double x, double sign) { return copysign(x, sign); }
 HW_DEVICE float fmod(float a, float b) { return fmodf(a, b); }

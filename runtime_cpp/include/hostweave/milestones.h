@@ -1,4 +1,4 @@
-// Milestones: marks on streams that the host can query. A milestone counts how often the preceding op on the stream has ended.
+// Milestones: marks on streams that the host can query. A milestone shows that the preceding op on the stream has ended.
 //
 // On CUDA a milestone is an event. In a capture on CUDA, a milestone is a kernel that increments a word, so that a graph remains
 // a chain of kernels. On the CPU device, a milestone is a word that the device increments.

@@ -2,8 +2,8 @@
 // GPUs, this code uses NCCL only for the type ncclUniqueId.
 //
 // There is one word, 0 or 1, per sender, receiver and signal number. A signal waits until the word is 0, and then sets the word
-// to 1. A wait waits until the word is 1, and then sets the word to 0. All values are constants, so calls and replays of a CUDA
-// graph use the same words. The words are in host memory, so a rank can end the waits of its streams after a peer has exited.
+// to 1. A wait waits until the word is 1, and then sets the word to 0. All values are constants, so a CUDA graph can be
+// replayed. The words are in host memory, so a rank can end the waits of its streams after a peer has exited.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <nccl.h>

@@ -35,7 +35,7 @@ void expect_one_sided_calls();
 
 // Reason why the ranks of a channel cannot access each other's memory. Returns "" if they can, or if NCCL does not tell.
 std::string why_out_of_reach(const Channel& channel);
-// Collective: tries a registration. Returns the reason why the registration fails, or "".
+// Collective: tries a registration, unless the transport is `peer`. Returns the reason why the registration fails, or "".
 std::string why_no_windows(const Channel& channel);
 
 // Aborts communicators, and ends the waits of kernels for ranks of these communicators. The windows of these communicators are

@@ -12,7 +12,7 @@ struct Indexed {  // an element and its index
   int64_t index;
 };
 
-// Accumulator of floats. On the CPU device, one thread adds all terms, in f64 with compensation (Neumaier's sum). On a GPU,
+// Accumulator of floats. On the CPU device, one thread adds all terms, in f64 with compensation. On a GPU,
 // threads usually share a long sum. Each thread then adds fewer terms, so the sum has no compensation.
 #ifdef __CUDACC__
 template <class T>
