@@ -42,7 +42,7 @@ def check(
       unless the instruction may overwrite its operand in place.
     - Memory is freed while it is in use, used after it was freed, or reused before its last use has provably ended.
     - A communication has no match on another rank, or matching communications differ.
-    - Two communications that occupy multiprocessors are unordered on a rank, unless a library orders them on one channel.
+    - Two communications that occupy multiprocessors are unordered on a rank, unless the communication library does both on one channel.
     - An index, a slice or a peer is out of range.
     - A wait may use an event that has not been recorded.
     - Ranks wait for each other forever.
@@ -58,7 +58,7 @@ def check(
     - The program ends even if each device executes all streams of its rank as one queue, in the order of issue.
     - The program also ends if a signal waits until the receiver has waited for the previous signal with this number.
 
-    CUDA graphs and the transport `peer` need the last two rules.
+    CUDA graphs need the first and the last rule.
     """
     calls = 2 if program.has_signals else 1
     checked: list[Case] = []
@@ -209,7 +209,7 @@ class _Checker:
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 
-# Use of each kind of memory by the caller, before and after the call.
+# Use of each kind of memory before and after the call.
 _BEFORE = {
     "input": "the caller may still write it",
     "output": "the caller may still read it",

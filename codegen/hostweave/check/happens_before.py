@@ -5,8 +5,8 @@ A stream runs its tasks in order. A wait runs after its record or signal. A comm
 rendezvous transport, its receivers must have started too.
 
 Races are found by vector clocks (Fidge 1988, Mattern 1989). A task's clock counts the earlier tasks that have certainly ended because of
-streams, events, signals or received data. Deadlocks are found with one more rule: a rank's communications of different streams run in the
-order in which the rank posts them, because a device may serialise their kernels.
+streams, events, signals or received data. Deadlocks are found with one more rule: a rank's communications that occupy
+multiprocessors run in the order in which the rank posts them, because a device may serialise their kernels.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
         last[0] = clocks[first][first] = 1
         caller_tasks.append(Task(Operation(tree.Instruction(), rank, None, ()), first, 1))
         latest: dict[int, Task] = {}
-        posted: Task | None = None  # the rank's last communication that a device may serialise
+        posted: Task | None = None  # the rank's last communication that occupies multiprocessors
         for operation in operations:
             k = number_of[operation.stream]
             last[k] += 1

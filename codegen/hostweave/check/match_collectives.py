@@ -16,7 +16,8 @@ ChannelGroup = tuple[str, tuple[int, ...]]  # name of a channel, and global rank
 
 @dataclass(frozen=True)
 class MatchedCommunications:
-    """Matching communications of several ranks: a send and its recv, a signal and its wait, or a collective in process group order."""
+    """Matching communications of several ranks: a send and its recv, a signal and its wait, or the parts of a collective in process group
+    order."""
 
     parts: tuple[Operation, ...]
 
@@ -170,8 +171,7 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
         for rank, operations in enumerate(instances.ranks):
             while positions[rank] < len(operations):
                 parts = operations[positions[rank]].communications
-                # The queue posts a communication before it waits for the matching one. A wait for a signal also blocks all later
-                # instructions.
+                # The queue posts a communication before it waits for its match. Signals are posted only when the queue proceeds.
                 matched_here = [(part, match_of[part]) for part in parts if part in match_of]
                 reached.update(part for part, matched in matched_here if not matched.is_signal)
                 awaited = [other for part, matched in matched_here for other in matched.awaited(part)]

@@ -25,7 +25,7 @@ ByteBlocks = tuple[int, tuple[tuple[int, int], ...], int]  # bytes of a region: 
 
 
 class Pieces:
-    """Partition of a buffer's bytes into pieces, which may have gaps. Every access covers a piece completely or not at all."""
+    """Partition of a buffer's bytes into pieces, which need not be contiguous. Every access covers a piece completely or not at all."""
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
         last = max(size, *(offset + run + sum(count * step for count, step in rows) for offset, rows, run in regions_of_bytes))

@@ -24,7 +24,7 @@ class ByteLayout:
     dtype: DType
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    rows: tuple[tuple[int, int], ...]  # (count, stride in bytes) of each dim along which runs repeat, outermost first
+    rows: tuple[tuple[int, int], ...]  # (count, stride in bytes) of the dims along which runs repeat, largest stride first
     run: int  # bytes of a contiguous run
 
     @property
@@ -103,7 +103,7 @@ class Operation:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if a device may serialise this operation with communications of other channels."""
+        """True if a communication of this operation occupies multiprocessors."""
         return any(part.channel.may_be_serialised for part in self.communications if part.channel)
 
     def __repr__(self) -> str:

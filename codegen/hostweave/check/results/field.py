@@ -44,7 +44,8 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
-# After glibc has freed an array of this size, it reuses the memory of freed arrays. New pages would take longer than the arithmetic.
+# After glibc has freed an array of this size, it reuses the memory of freed arrays up to this size.
+# New pages would take longer than the arithmetic.
 np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()

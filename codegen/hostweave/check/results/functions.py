@@ -29,8 +29,8 @@ from hostweave.check.results.samples import (
     widest_real,
 )
 
-# NumPy function that a random function of the field replaces -> map of any shadow into the domain of the NumPy function
 _ANY_DOMAIN = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
+# NumPy function that a random function of the field replaces -> map of any shadow into the domain of the NumPy function
 _RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
     **dict.fromkeys(_ANY_DOMAIN, lambda x: x),
     **dict.fromkeys(("log1p", "log2", "log10"), np.abs),
@@ -99,7 +99,7 @@ class Functions:
 
     @staticmethod
     def _random_function(name: str, x: Any, *others: Any) -> Any:
-        """A random function replaces a function that the field lacks. Shadows use NumPy's function, after a map into its domain."""
+        """Random function in place of a function that the field lacks. Shadows use NumPy's function, after a map into its domain."""
         with np.errstate(all="ignore"):
             in_domain = _RANDOM_FUNCTIONS[name](x.value)
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)
@@ -300,7 +300,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows. Numbers with equal elements count as equal: their shadows may differ only by rounding."""
+    """Compares shadows. Finite numbers with equal elements count as equal: their shadows may differ only by rounding."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths come from all valid
-values."""
+"""Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths are drawn from
+all valid values."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -77,7 +77,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
 
 
 def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
-    """Maps each integer input with a role, such as positions, to the role and the upper bound."""
+    """Maps each integer input with a role, such as positions, to the role and its bound."""
     found: dict[str, tuple[str, int]] = {}
     for name, role, bound in _index_roles(fusion, sizes):
         if role != XORED or name not in found:
