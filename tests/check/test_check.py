@@ -1,4 +1,4 @@
-"""The static check reports each kind of fault with an exact message, and accepts correct programs."""
+"""The static check reports faults with exact messages, and accepts correct programs."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ copy %own -> %y
 }
 """
     check(host_text.parse(UNEVEN + body), {"M": rows})
-    if rows > 3:  # With offset 0, %own is the block of rank 0 on all ranks.
+    if rows > 3:  # With offset 0, %own begins at row 0 on all ranks.
         with pytest.raises(ProgramError, match="writes %b over the bytes of %own that it reads"):
             check(host_text.parse(UNEVEN + body.replace("rank.x * ceil(M/3)", "0")), {"M": rows})
 
@@ -312,7 +312,7 @@ def test_rule(rule: str) -> None:
     assert str(caught.value) == message
 
 
-# Rank 1 sends a message back. This message orders stream ring[1] of rank 0 after the send on ring[0].
+# Rank 1 sends a message back. This message orders the copy on ring[1] of rank 0 after the copy on ring[0].
 ROUND_TRIP = """\
 %b = allocate f32[2, N]
 %c = allocate f32[2, N]
@@ -404,7 +404,7 @@ def test_a_launch_in_place() -> None:
 
 
 def test_a_matmul_adds_in_place() -> None:
-    """The result of a matmul may overlap the operand that is added to the product. The result must not overlap a factor."""
+    """The result of a matmul may be in the memory of the operand that is added to the product, but must not overlap a factor."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
     with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before bytes 0 to 64 of %y are written"):

@@ -51,8 +51,8 @@ def check(
 
     "Ordered" means happens-before, which is computed with vector clocks (Fidge 1988, Mattern 1989).
 
-    If the program has signals, two consecutive calls are checked. A put of the second call must be ordered after the target rank's work in
-    the first call. Three more rules apply:
+    If the program has signals, two consecutive calls are checked. Puts of the second call must not race with the first call. Three more
+    rules apply:
 
     - The signals and waits of a rank are totally ordered.
     - The program ends even if each device executes all streams of its rank as one queue, in the order of issue.
