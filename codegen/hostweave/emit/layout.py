@@ -1,4 +1,4 @@
-"""Access to the Jinja templates, and C++ in the style of clang-format. Templates have one statement per line."""
+"""Renders the Jinja templates, and formats C++ in the style of clang-format. Templates have one statement per line."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ Guarded = tuple[str, str]  # condition, statement
 
 
 def format_cpp(text: str) -> str:
-    """Formats C++ with one statement per line: indents, breaks long lines, and puts each short function on one line."""
+    """Formats C++ with one statement per line: indents, breaks long lines, and puts short top-level functions on one line."""
     lines: list[str] = []
     indents = [""]  # indentation of each enclosing block
     function = 0  # index of the first line of the current function
@@ -86,8 +86,8 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
-    # A call may have one argument that is a call or list, such as `HW_CHECK(cudaMemcpyAsync(`. The call breaks before this argument if the
-    # argument then fits on one line.
+    # If the only argument is a call or a list, as in `HW_CHECK(cudaMemcpyAsync(`, the outer call breaks before this argument. This holds
+    # only if the argument then fits on one line.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:

@@ -1,4 +1,4 @@
-"""Content of main.cpp, which runs, checks and times the library of an exported project."""
+"""Values for the templates of an exported project, such as main.cpp, which runs, checks and times the library."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ Field = tuple[int, tuple[SampleTensor, ...]]
 
 
 class Reference:
-    """Reference for the results: a separate program for the same computation on one device. The two programs round in different orders. The
+    """Reference for the results: a separate program for the same computation on one device. The two programs round differently. The
     tolerance therefore depends on the coarsest of `dtypes` and of the matmul precisions."""
 
     def __init__(self, program: ProgramSources, dtypes: Iterable[DType]):
@@ -64,7 +64,7 @@ class Reference:
 
 
 class Main:
-    """Content of main.cpp. `reference` is the reference program, or the reason why there is none."""
+    """Values for the templates of an exported project. `reference` is the reference program, or the reason why there is none."""
 
     def __init__(self, view: ProgramSources, reference: Reference | str):
         program, mesh = view.ir, view.mesh
@@ -120,7 +120,7 @@ class Main:
 
 
 def _tensor(type: TensorType, argument: CheckedArgument, label: str, mesh: Mesh, integers: CppExprPrinter) -> SampleTensor:
-    cpp = type.dtype.cpp.replace("bool", "uint8_t")  # A bool is a byte with any value.
+    cpp = type.dtype.cpp.replace("bool", "uint8_t")  # The sample fills bools with arbitrary bytes.
     own = type.mesh_in(mesh)
     shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in type.dims]
     shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, type.dims, strict=True)]

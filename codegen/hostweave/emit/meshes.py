@@ -70,7 +70,7 @@ class Local:
 
 @ir.analysis
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
-    """All sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` of a program, in order of first use."""
+    """All sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` of a program."""
     atoms = [atom for size in dims_and_trips(program) for atom in size.atoms]
     named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
     atoms += [leaf.size for leaf in named if isinstance(leaf, Symbol)]

@@ -1,4 +1,4 @@
-"""Names in generated C++. A user's name stays unless C++ or the generated program reserves it."""
+"""Names in generated C++. A user's name stays unless C++ or the generated program reserves it, or another name has taken it."""
 
 import errno
 import re
@@ -19,7 +19,7 @@ prepare take_over run arena
 int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
 kTargets Row Index kWidth sample user_kernels kAxes kRanks kChannels kSubmeshChannels kOneSidedChannels
 """
-# Macros of the included headers, functions of CUDA, and numbered names of the templates.
+# Macros of the included headers, functions of libraries such as CUDA, and numbered names of the templates.
 _MACROS = re.compile(
     r"""(?:ADJ|ATOMIC|BC|CLOCK|CLONE|CPU|CU|FD|FP|HUGE_VAL|LC|MATH|MOD|NL|NV|PTHREAD|SCHED|SEEK|STA|TIMER)_[A-Z0-9_]+[a-z]?
     | (?:CUBLAS|CUDA|HOSTWEAVE|HW_|NCCL|SNAN|SYS_|hw_|pthread_)\w*
@@ -50,7 +50,7 @@ def is_reserved(name: str) -> bool:
 class CppNames:
     """C++ names of one scope. Equal names of one kind get equal C++ names, and all others get different C++ names.
 
-    A name that is reserved or used gets the first free numeric suffix: `int` becomes `int_1`. Every name gets `suffix`, such as the `_` of
+    A name that is reserved or used gets the first free number: `int` becomes `int_1`. Every name gets `suffix`, such as the `_` of
     class members.
     """
 

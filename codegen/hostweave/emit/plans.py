@@ -1,4 +1,4 @@
-"""Arguments of constructors and `prepare` of matmul and attention plans, and names of plans."""
+"""Arguments and names of matmul and attention plans."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -41,7 +41,7 @@ def _scales(types: Sequence[BufferType]) -> Iterator[str]:
 
 
 class Products:
-    """Results of a program's matmuls, grouped by plan. Matmuls share a plan if they differ only in their buffers."""
+    """Results of a program's matmuls, grouped by plan. Matmuls with equal types and constructor arguments share a plan."""
 
     def __init__(self, program: ir.HostProgram):
         self._results: dict[object, dict[str, str]] = {}  # plan signature -> {right operand: result}

@@ -95,7 +95,7 @@ class ProgramSources:
         self.checks_of_outputs = checks_of([y for y in self.outputs if not y.memory], context)
         self.taken_over = checks_of([y for y in self.outputs if y.memory], context)  # outputs in donated memory
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # SizeBinding declares the other parts.
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # The SizeBinding of a named size declares its parts.
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
@@ -163,7 +163,7 @@ class ProgramSources:
 
     @property
     def own(self) -> list[tuple[str, str, str, str]]:
-        """Members of the C++ class in order of construction: type, name, constructor arguments, comment."""
+        """Some members of the C++ class, in order of construction: type, name, constructor arguments, comment."""
         context, windows = self.context, ", ".join(f"&{channel}" for channel in self.window_channels)
         calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "peers access this memory"
         by_ranks = sorted(context.flags.values(), key=lambda known: tuple(known[1].all_ranks))

@@ -29,7 +29,7 @@ class Section:
     of the loop.
 
     With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
-    the section outside of this loop. `is_around` is True for such a section in a loop nest.
+    the section outside of this loop. `is_around` is True if this section is the `around` of another one in a loop nest.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Section:
         self.kernel, self.outer, self.around, self.is_wide, self.is_around = kernel, outer or around, around, width > 1, is_around
         self.hoisted = kernel.ir.outside_nests if is_around else kernel.ir.outside  # values that the outer section computes
         self.texts: dict[str, str] = {}
-        self.loads: dict[str, str] = {}  # input -> local variable with a vector of the input's elements
+        self.loads: dict[str, str] = {}  # input or held value -> C++ of a vector of its elements
         self.own = ""  # value whose row this section computes for the registers, or ""
         # Vector loads, statements per element, updates, and vector stores are emitted in this order.
         self.begin: list[str] = []
@@ -122,7 +122,7 @@ class Section:
         return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of an update if this rank has the row. Operands contain the start of the update along each axis."""
+        """Stores an element of an update if this rank has the row. For each axis, the operands have a start and this rank's rows."""
         _, update, *bounds = op.tensors
         kernel, loops, access = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -144,7 +144,7 @@ class Section:
 
     def value(self, name: str, is_hoisted: bool = False, is_assigned: bool = False) -> str:
         """C++ of a value in its compute type: an expression or a local variable. An expression with one use, in this section, stays an
-        expression if it is short or is assigned to a variable. Any other value becomes a local variable at its first use."""
+        expression if it is short or is assigned to a variable. Otherwise, C++ of several tokens becomes a local variable."""
         if self.outer and name in self.hoisted:
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
@@ -260,7 +260,7 @@ class Section:
         return is_vector and dtype.kind == "float" and dtype.itemsize == 1 and (self.kernel.uses[result] > 0 or not self.is_moved(op))
 
     def is_same(self, op: Op) -> bool:
-        """True if each element of the result equals an element of the operand, as in a reduction of a dim of size 1."""
+        """True if the C++ of the result is the C++ of the operand, as in a reduction of a dim of size 1."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
         if op == self.kernel.kernel.exchanges:  # hw::Terms delivers the sum.

@@ -22,7 +22,7 @@ class Wheel:
     build_requirements: tuple[str, ...]
 
     def files(self, program: ProgramSources) -> dict[str, str]:
-        """The Python module, the description of the program, and fixed sources of the native library, as path -> text."""
+        """The Python module, the description of the program, and the CMake and C++ files of the wheel, as path -> text."""
         layouts: dict[str, int] = {}
         about = {"name": program.namespace, "target": self.target, "ranks": program.mesh.size}
         for side, arguments, given in (("inputs", program.inputs, program.ir.arguments), ("outputs", program.outputs, program.ir.results)):

@@ -1,4 +1,6 @@
-"""The compiler's choice of an algorithm for a reshard, and the alternatives with their times. The text of a choice is one line:
+"""The compiler's choice of an algorithm for a reshard, and the alternatives with predicted or measured times.
+
+The text of a choice is one line:
 
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
