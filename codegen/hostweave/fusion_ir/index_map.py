@@ -20,7 +20,7 @@ class IndexMap:
     - `outer`: labels of dims that ranks can split, but chunk loops cannot. An example is the outermost of dims that a reshape merges.
     - `blocks`: labels of dims that the op processes in blocks, with the number of blocks. Only this number of ranks can split the dim, one
       block per rank.
-    - `unwalked`: labels of dims whose elements the op chooses by data, or needs all at once. An op with such labels is never in a chunk
+    - `unwalked`: labels of dims whose elements the op chooses by index, or needs all at once. An op with such labels is never in a chunk
       loop.
     """
 

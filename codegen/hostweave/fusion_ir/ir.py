@@ -49,7 +49,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # most iterations of a chunk loop, because some passes compare all pairs of iterations
+MAX_STEPS = 2**12  # most iterations of a chunk loop with an int number of them, because some passes compare all pairs
 
 
 CHUNKINGS = ("by_shard", "across_shards")
@@ -60,7 +60,7 @@ ROTATIONS = ("local_first", "local_last")
 class Stream:
     """The dim along which a chunk loop computes a value, and the `algorithm` of a reshard in the loop.
 
-    Before the pass `choose_overlap`, a stream requests a `ChunkLoop` with this algorithm, and with:
+    Before the pass `choose_overlap`, a stream also requests these properties of a `ChunkLoop`:
 
     - `chunks`: number of iterations. If None, an iteration computes one index of the dim, or of each shard, and its values do not have the
       dim.
@@ -206,8 +206,8 @@ class ChunkLoop:
 class Fusion:
     """A program, or a function of a program.
 
-    `donated` and `returned` are empty, or have one entry per result. An entry of `donated` is the input whose memory the result reuses, or
-    "". An entry of `returned` is the parameter group of the result, or None. `choices` are the compiler's choices for reshards.
+    `donated` and `returned` are empty, or have one entry per output. An entry of `donated` is the input whose memory the output reuses, or
+    "". An entry of `returned` is the parameter group of the output, or None. `choices` are the compiler's choices for reshards.
     """
 
     name: str
@@ -280,7 +280,7 @@ class Fusion:
 
     @cached_property
     def depths(self) -> dict[str, int]:
-        """Number of tensors of each parameter group, by the name of the group's first dim."""
+        """Number of tensors of each parameter group whose first dim is a symbol, by this symbol."""
         grouped = (
             (value.type.shape[:1], value.group)
             for value in (*self.inputs, *(self._grouped_outputs if self.returned else ()))

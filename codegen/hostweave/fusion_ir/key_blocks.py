@@ -19,7 +19,7 @@ class BlockWriter(OpRewriter):
 
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # log-sum-exps -> their maximum, the shift, and the sum of exp(lse - shift)
+        # log-sum-exps -> their maximum, the shift, and the sum of exp(lse - shift), at least 1
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
@@ -29,7 +29,7 @@ class BlockWriter(OpRewriter):
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE, word="shift")
             sums = self.make("sum", self.make("exp", self.make("subtract", lses, shift)), how=KEPT, word="sums")
-            self.sums[lses] = largest, shift, self.make("maximum", sums, 1.0)  # not 0 for a row without keys
+            self.sums[lses] = largest, shift, self.make("maximum", sums, 1.0)  # A row without keys would divide by 0.
         largest, shift, sums = self.sums[lses]
         if self.op.kind == "attention_lse":
             total = self.make("add", self.make("log", sums), largest)
@@ -38,7 +38,7 @@ class BlockWriter(OpRewriter):
         weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift), word="weights"), sums)
         weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
         weighted = self.make("multiply", self.make("astype", blocks), weights)
-        # `join_blocks_of_keys` computes a block without valid keys with one key, so the block's result may be NaN
+        # For a block without valid keys, `join_blocks_of_keys` reads one invalid key, so the result may be NaN.
         weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)
         self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), self.op.result, location=self.op.location))
 

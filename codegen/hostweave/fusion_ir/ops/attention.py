@@ -58,7 +58,7 @@ def _rows(types: Types, op: Op) -> TensorType:
     if dtype.name not in DTYPES:
         raise Mismatch(f"not defined for {dtype}; use hw.astype to {', '.join(DTYPES)}")
     if not 3 <= len(q.dims) == len(k.dims) <= 4 or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
-        raise Mismatch(f"queries {q} and keys {k} are not [..., H, S, E] and [..., H, T, E] with one leading dim at most; reshape them")
+        raise Mismatch(f"queries {q} and keys {k} are not [..., H, S, E] and [..., G, T, E] with one leading dim at most; reshape them")
     if count > 2 and types[2].shape[:-1] != k.shape[:-1]:
         raise Mismatch(f"keys {k} and values {types[2]} differ in more than their last dim; give each key a value")
     group = q.shape[-3].divided_by(k.shape[-3])
@@ -98,7 +98,7 @@ def why_no_masks(query: TensorType, key: TensorType, masks: Mapping[str, TensorT
 
 
 def why_no_lengths(query: TensorType, lengths: TensorType, blocks: tuple[Size, ...] = ()) -> str:
-    """Reason why a tensor cannot be the number of keys of each batch, or ""."""
+    """Reason why a tensor cannot be the number of valid keys of each batch, or ""."""
     wanted = TensorType(i32, tuple(Dim(size) for size in (*blocks, *query.shape[:-3])))
     is_so = (lengths.dtype, lengths.shape) == (i32, wanted.shape)
     return "" if is_so else f"lengths of {lengths} are not {wanted}, the number of valid keys per batch; cast or reshape them"
@@ -199,7 +199,7 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
         bias, offsets = (rest.pop() if how.get(word) else None for word in ("bias", "packed"))  # at most one of them is given
         lengths = rest.pop() if rest else None
         if kind == "attention_lse":
-            others = [k]  # not used
+            others = [k]  # placeholder for the values
         diagonal = None if not causal else 0 if causal == TOP_LEFT else -q.shape[-2]
         masks = Masks(diagonal, how.get("window", 0), causal == BOTTOM_RIGHT, lengths, bias, offsets, how.get("reversed", 0))
         if pieces:
@@ -301,14 +301,14 @@ def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType)
     ends_before = (op[WINDOW] > 0 or op.kind in GRADIENTS) and op[CAUSAL] == TOP_LEFT and bool(rows.axes) and rows.size != key.shape[-2]
     # head sizes for which cuDNN supports packed sequences
     packs = query.shape[-1] == value.shape[-1] and (head := int(query.shape[-1])) % 16 == 0 and head >= 32
-    # if keys have fewer heads than queries, support of gradients depends on the memory layout
+    # if keys have more than one head but fewer than queries, support of gradients depends on the memory layout
     packs = packs and (op.kind not in GRADIENTS or key.shape[-3] in (ONE, query.shape[-3]))
     is_in_bounds = not (beside_bias or in_the_middle or ends_before) and (packs or not op[IS_PACKED])
     return query.dtype == f32 or op.kind == BIAS_GRADIENT or not is_in_bounds
 
 
 def kernels_for(dtype: DType, head: int) -> str:
-    """Name of the kernel library for a head size."""
+    """Name of the kernel library for a dtype and a head size."""
     return f"{dtype}_{next(most for most in KERNEL_HEADS if head <= most)}"
 
 

@@ -29,7 +29,7 @@ KEY_BLOCKS = Attribute("blocks", int, 0)  # number of blocks of keys; 0: one res
 PIECES = Attribute("pieces", int, 0)  # number of pieces of rows and keys in zigzag order; 0: plain order
 REVERSED = Attribute("reversed", int, 0)  # number of blocks of rows in reversed order; 0: plain order
 HALVES = Attribute("halves", int)
-COMPOSED = Attribute("composed", str, "")  # one of LACKING, if cuBLASLt cannot compute a scaled matmul
+COMPOSED = Attribute("composed", str, "")  # one of `scaled.LACKING`, if cuBLASLt cannot compute a scaled matmul
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 
 # Attributes of reshard steps.
