@@ -132,7 +132,7 @@ RULES = {
     "memory that the previous iteration deallocated": (
         "%b = allocate f32[2, N]\nfor %i in 0..2 {\ncopy %x -> %b\ndeallocate %b\n}\ncopy %x -> %y",
         "text:4: rank 0, the caller's stream, %i = 1: copy %x -> %b writes %b after its deallocate: "
-        "move the deallocate down, out of the loop",
+        "move the deallocate behind this use, and out of a loop around it",
     ),
     "memory that was never written": (
         "%b = allocate f32[2, N]\ncopy %b -> %y",

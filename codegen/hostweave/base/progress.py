@@ -34,12 +34,12 @@ _line = _Line()
 
 
 @contextmanager
-def progress(what: str, steps: int = 0) -> Iterator[None]:
+def progress(what: str) -> Iterator[None]:
     """Shows the progress of a `with` block. Nested blocks appear only in the log. Their steps count for the outermost block."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:
-            _line.what, _line.began, _line.expected, _line.done = what, perf_counter(), steps, 0
+            _line.what, _line.began, _line.expected, _line.done = what, perf_counter(), 0, 0
     begin = perf_counter()
     try:
         yield

@@ -94,7 +94,7 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
 
     def run_one(command: list[str]) -> tuple[int, str]:
         result = run(command, folder=folder)
-        step_done(command[-1].removesuffix(".o"))  # usually the output file
+        step_done(command[command.index("-o") + 1].removesuffix(".o"))
         return result
 
     with ThreadPoolExecutor(CORES) as pool:

@@ -125,7 +125,8 @@ class _Checker:
             if (conflict := memory.record(task_access, clock)) is not None:
                 self.race(task_access, conflict, memory)
             if access.region.generation in memory.freed:
-                self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
+                remedy = "move the deallocate behind this use, and out of a loop around it"
+                self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: {remedy}")
             if access.writes and tree.names(part.instruction, "free"):
                 memory.freed.add(access.region.generation)
         if not task.operation.communications:
