@@ -17,8 +17,8 @@ Sources = tuple[int | None, ...]  # for each rank of a process group, the index 
 
 
 class Communication(Instruction):
-    """Moves data or signals between the ranks of a process group. Except in a LaunchExchange and in one-sided instructions, the buffers
-    that an instruction reads are sent, and the buffers that it writes are received."""
+    """Moves data or signals between the ranks of a process group. Except in a LaunchExchange and in one-sided instructions, only
+    buffers that the instruction reads are sent, and only buffers that it writes are received."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer with one block per rank, if the other buffer has one block
@@ -56,7 +56,7 @@ class Reduction(Collective):
 
 
 class PointToPoint(Communication):
-    """A send, a recv, or a group of several. Each send matches a recv of its peer."""
+    """One or several sends or recvs. Each send matches a recv of its peer."""
 
 
 class Routed(PointToPoint):
@@ -95,8 +95,8 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchExchange(Collective):
-    """Launches a kernel that begins with a collective of its first input. The kernel sums terms in f32 and in rank order, and rounds the
-    sum once. The kernel declares its first input with the shape of the collective's result. Blocks are equal and consecutive."""
+    """Launches a kernel that begins with a collective of its first input. A sum is in f32 and in rank order,
+    and is rounded once. The kernel declares its first input with the shape of the collective's result. Blocks are equal and consecutive."""
 
     kind: ClassVar[str] = ""  # first op of the kernel
 

@@ -15,7 +15,7 @@ from hostweave.types.mesh import Sizes
 ACTIVATIONS = ("relu", "gelu_tanh")  # epilogues of a matmul
 FEW_ROWS = 8  # most rows of a matmul inside a kernel: hw::kFewRows
 FEW_SCALED_ROWS = 16  # most rows of a scaled matmul that a kernel of the runtime computes: hw::kFewScaledRows
-PRODUCTS = 4  # most matmuls in one kernel: hw::kProducts
+PRODUCTS = 4  # most matmuls in one kernel, all with one common operand: hw::kProducts
 
 
 class Compute(Instruction):
@@ -48,7 +48,7 @@ class Matmul(Compute):
     bias: Reads = ()
     activation: str = ""
     scales: Reads = ()
-    rest: tuple[int, ...] = ()  # numbers of terms, rows and columns that other matmuls compute, so that this matmul is aligned
+    rest: tuple[int, ...] = ()  # parts of the sizes k, m and n that other matmuls compute, so that the sizes of this one are aligned
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
         " rest {rest} -> %{dst}"
