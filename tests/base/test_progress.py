@@ -62,7 +62,8 @@ def test_steps_of_nested_work_are_counted_with_the_outer_work(capsys: pytest.Cap
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
-    with progress("calibrating", 2):
+    with progress("calibrating"):
+        expect_steps(2)
         step_done("first")
         with progress("compiling f"):
             expect_steps(1)
