@@ -21,9 +21,9 @@
 namespace hw {
 namespace {
 
-constexpr uint32_t kAlignment = 16;    // operand alignment in bytes that fast kernels need
-constexpr size_t kMostPlans = 4096;    // maximum plans per matmul, about 2 KiB each
-constexpr int kMeasured = 16;          // number of recommended algorithms that are measured
+constexpr uint32_t kAlignment = 16;    // alignment in bytes that fast kernels need
+constexpr size_t kMostPlans = 4096;    // maximum plans per matmul
+constexpr int kMeasured = 16;          // maximum number of recommended algorithms that are measured
 constexpr int kTimings = 7;            // timed runs of each algorithm
 constexpr float kClearly = 0.98f;      // an algorithm replaces the best so far if its time is at most this share of the best time
 constexpr int64_t kScaledStep = 16;    // cuBLASLt multiplies 8-bit floats only if k and n are multiples of this
@@ -44,7 +44,7 @@ struct Matrix {
   }
 };
 
-// A leading dim, and the stride between its matrices in a, b and c. The stride is 0 if a matrix is broadcast along the dim.
+// A leading dim, and the strides between its matrices in a, b and c. A stride is 0 if a matrix is broadcast along the dim.
 struct Batch {
   int64_t count = 1, a = 0, b = 0, c = 0;
 };
@@ -66,7 +66,7 @@ int64_t batch_stride(const Strided& x, int dim_from_last) {
   return i < 0 || x.shape[i] == 1 ? 0 : x.strides[i];
 }
 
-// Leading dims, innermost first, with adjacent dims merged if one stride covers both in all operands.
+// Leading dims, innermost first, with adjacent dims merged if one stride covers both in each of a, b and c.
 std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c) {
   std::vector<Batch> result;
   for (int dim = 3; dim <= c.shape.ndim; ++dim) {
@@ -131,7 +131,7 @@ size_t size_of(cudaDataType_t dtype) {
   if (dtype == CUDA_R_32F) return 4;
   if (dtype == CUDA_R_16F || dtype == CUDA_R_16BF) return 2;
   if (dtype == CUDA_R_8F_E4M3 || dtype == CUDA_R_8F_E5M2) return 1;
-  throw ExecutionError("matmul: cuBLASLt does not multiply these dtypes; cast the operands to f16, bf16, f32 or f64");
+  throw ExecutionError("matmul: these dtypes are not supported; cast the operands to f16, bf16, f32 or f64");
 }
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
@@ -160,7 +160,8 @@ bool is_faster_by_blas(const Problem& p, const Scaling& scaling) {
   return rows > kFewRows && (columns > kManyColumns || terms < kFewTerms || (of_blocks && columns < kFewColumns));
 }
 
-// True if the few-rows kernels support the problem, and cuBLASLt is not faster. Scaled weights need contiguous columns.
+// True if the few-rows kernels support these shapes and strides, and cuBLASLt is not faster. Scaled weights need contiguous
+// columns.
 bool has_few_rows(const Problem& p, const Scaling* scaling) {
   if (scaling ? p.b.row_stride != 1 : p.a.columns * p.b.columns > kMostWeights) return false;
   if (scaling && is_faster_by_blas(p, *scaling)) return false;
@@ -240,7 +241,7 @@ struct MatmulPlan::Plan {
     return sizeof(float) * std::max(problem.a.rows, problem.b.columns) * blocks;
   }
 
-  // Largest extent of an operand or of the result, in elements.
+  // Largest extent of a batch of matrices, in elements.
   int64_t span() const {
     const Problem& p = problem;
     return std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,

@@ -29,7 +29,7 @@ struct Lifetime {
 };
 
 constexpr size_t kPlace = 256;  // alignment of buffers in bytes, the same as with cudaMalloc
-constexpr int kMoved = 8;       // attempts after the first orders; each moves one buffer to the front of the best order
+constexpr int kMoved = 8;       // maximum attempts after the first three; each changes the best order
 
 size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
@@ -61,8 +61,8 @@ size_t lower_bound(std::span<const Lifetime> buffers) {
   return most;
 }
 
-// Places buffers in the given order, each in the smallest sufficient gap. For the order by size, this algorithm is "greedy by
-// size" (Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020).
+// Places buffers in the given order, each in the smallest sufficient gap or at the end. For the order by size, this algorithm is
+// "greedy by size" (Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020).
 size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   size_t total = 0;
   std::vector<size_t> placed, around;
@@ -106,8 +106,8 @@ void number_moments(std::span<Lifetime> buffers) {
   for_each([&](int64_t& moment) { moment = numbers[moment]; });
 }
 
-// Computes offsets (multiples of kPlace) so that live buffers do not overlap. Returns the total bytes. Adds the lower bound to
-// `all_bounds`.
+// Computes offsets (multiples of kPlace) so that buffers overlap only if they may share bytes. Returns the total bytes. Adds the
+// lower bound to `all_bounds`.
 size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_t& all_bounds) {
   std::vector<size_t> in_order(buffers.size());
   std::iota(in_order.begin(), in_order.end(), size_t{0});
@@ -224,10 +224,10 @@ void MemoryPlan::set_pointers(void* memory, void* windows) const {
 
 }  // namespace hw
 
-// Python calls this function to print a plan. An event has five numbers: kind, first buffer, number of buffers, bytes per buffer,
-// and pool of streams. Kinds are 0 allocate, 1 free, 2 join, and 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace.
-// Pool 0 means no pool. Buffers are numbered in the order of their first allocation. Writes the offset and bytes of each buffer,
-// and the lower bound. Returns the total bytes.
+// Plans memory for Python. An event has five numbers: kind, first buffer, number of buffers, bytes per buffer, and pool of
+// streams. Kinds are 0 allocate, 1 free, 2 join, and 3 allocate in a window. Bytes are -1 for the cuBLASLt workspace. Pool 0
+// means no pool. Buffers are numbered in the order of their first allocation. Writes the offset and bytes of each buffer, and
+// the lower bound. Returns the total bytes.
 extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[5], int64_t buffer_count, uint64_t* offsets,
                                    uint64_t* bytes, uint64_t* bound) {
   hw::MemoryPlan plan;

@@ -31,15 +31,15 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRanks = 64;            // maximum ranks per group
-constexpr uint32_t kMappings = 4096;  // maximum number of mappings of a group at a time
+constexpr uint32_t kMappings = 4096;  // mapping i needs the release of mapping i - kMappings by all ranks
 constexpr auto kUnmapPatience = 5s;   // after a failure: time for enqueued work to end, and for peers to unmap memory
-constexpr auto kWordPhase = 50us;     // during an abort, all words are 0 for this time, then 1 for this time, repeatedly
+constexpr auto kWordPhase = 50us;     // time between toggles of all words during an abort
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
 
 // Contents of the file that the ranks of a group share. All members but `token` are initially zero.
 struct Segment {
   std::atomic<uint64_t> token;
-  std::atomic<int64_t> size;  // size of the group, set by the first rank
+  std::atomic<int64_t> size;  // size of the group, set by the rank that joins first
   std::atomic<uint32_t> aborted;
   std::atomic<uint32_t> met;  // number of arrivals at all barriers
   struct Seat {
@@ -147,7 +147,7 @@ struct PeerGroup::State {
       if (aborted && *aborted) throw ExecutionError(std::string(what) + ": the group has failed; call hw.init again");
       if (segment->aborted) throw ExecutionError(std::string(what) + ": another rank of the channel has failed");
       if (Clock::now() > end) {
-        throw ExecutionError(std::string(what) + ": the other ranks of the channel have not joined within " +
+        throw ExecutionError(std::string(what) + ": some ranks of the channel have not joined within " +
                              std::to_string(std::lround(timeout_seconds)) + " seconds");
       }
       looks < 1000 ? std::this_thread::yield() : std::this_thread::sleep_for(100us);
@@ -201,7 +201,7 @@ struct PeerGroup::State {
 
 namespace {
 
-// Released memory. The memory is freed after all ranks have unmapped it. If the group was aborted, the memory is also freed
+// Released memory, which can be freed after all ranks have unmapped it. After an abort of the group, the memory can be freed
 // kUnmapPatience after its release.
 struct GivenUp {
   void* data = nullptr;
@@ -282,14 +282,15 @@ PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double 
   }
   state.segment = map_segment(maker);
   if (!state.segment) {
-    throw ExecutionError("transport peer: process " + std::to_string(maker.process) +
-                         ", which made the channel, has ended or cannot be reached: all ranks must be processes of one user" +
-                         kOtherTransport);
+    throw ExecutionError(
+        "transport peer: process " + std::to_string(maker.process) +
+        ", which made the channel, has ended or cannot be reached: all ranks must be processes of one user on one host" +
+        kOtherTransport);
   }
   int64_t nobody = 0;
   if (!state.segment->size.compare_exchange_strong(nobody, size) && nobody != size)
-    throw ExecutionError("transport peer: ranks have joined channels of " + std::to_string(nobody) + " and " +
-                         std::to_string(size) + " ranks");
+    throw ExecutionError("transport peer: one rank expects " + std::to_string(nobody) +
+                         " ranks in the channel, and another expects " + std::to_string(size));
   if (state.seat().taken.exchange(1)) throw ExecutionError("transport peer: two ranks have the index " + std::to_string(rank));
 
   HW_CHECK(cudaGetDevice(&state.device));
@@ -331,7 +332,7 @@ PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
   opened->own = state.seat().card = with_memory(card_of_rank(), data);
   state.seat().bytes = bytes;
   if (state.unmapped(mapping.number) < state.unmapped_before(mapping.number))
-    throw ExecutionError("transport peer: more than " + std::to_string(kMappings) + " pieces of memory are mapped");
+    throw ExecutionError("transport peer: memory is still mapped after " + std::to_string(kMappings) + " later mappings");
   std::string why;
   state.handshake("transport peer: mapping memory", [&] {
     for (int64_t peer = 0; peer < state.size; ++peer) {

@@ -30,7 +30,7 @@ struct Rank::Pools {
   std::set<std::string> axes;                                     // axes of channels
   std::vector<SharedMemory> shared;
   std::map<std::string, std::vector<Stream>> streams;
-  std::map<std::string, Handle> handles;  // by library
+  std::map<std::string, Handle> handles;  // by name
   cublasLtHandle_t blas = nullptr;
 };
 

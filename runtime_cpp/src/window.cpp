@@ -149,7 +149,7 @@ struct WindowArena::Windows {
     return std::ranges::all_of(channels_, [](const Channel* channel) { return !channel->size() || channel->peers(); });
   }
 
-  // True if an abort may have left a stream that waits for a peer forever. The memory of the stream cannot be freed then.
+  // True if an abort may have left a stream that waits for a peer forever. Memory cannot be freed then.
   bool is_aborted() const {
     return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; }) ||
            std::ranges::any_of(channels_,
