@@ -24,7 +24,7 @@ struct Devices {
   std::queue<std::function<void()>> releases;  // run when no lease exists
   bool has_reaper = false;
 };
-Devices& devices = *new Devices;  // The object is never destroyed, because its reaper thread outlives main.
+Devices& devices = *new Devices;  // The object is never destroyed, because a detached thread may use it after main.
 
 const std::string kReaper = "what is freed";
 thread_local bool is_freeing = false;  // this thread runs a release
@@ -44,7 +44,7 @@ void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& re
   try {
     release();
   } catch (const std::exception&) {
-    // The error is ignored, because other parties wait for the devices.
+    // The error is ignored, because other parties may wait for the devices.
   }
   is_freeing = false;
   lock.lock();

@@ -44,7 +44,7 @@ class CapturedStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Runs `call` during a capture. Throws CaptureError if the call fails.
+// Runs a call that captures. Throws CaptureError if the call fails.
 template <class Call>
 auto captured(const Call& call) {
   try {
@@ -146,7 +146,7 @@ Instance::~Instance() {
     program_.calls.destroy(instance_);
     progress_.reset();
   } catch (const std::exception&) {
-    // A destructor must not throw, so the memory stays allocated.
+    // A destructor must not throw, so `instance_` may stay allocated.
   }
 }
 
@@ -159,13 +159,13 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   }
   std::vector<Shape> outputs(outputs_.size());
   for (size_t i = 0; i < inputs_.size(); ++i) {
-    inputs_[i].data = this;  // not accessed, but must not be null, as an empty array of an earlier call may be
+    inputs_[i].data = this;  // not accessed; replaces the pointer of an earlier call, which may be null
     inputs_[i].shape = inputs[i].shape;
     inputs_[i].global_shape = inputs[i].global_shape;
   }
   member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data(), outputs.data());
-  // Drops graphs that use earlier memory. Memory grows on all ranks together, so all ranks drop their graphs at the same call.
+  // Drops graphs that use earlier memory.
   if (std::vector<void*> now = memory(); now != memory_) {
     memory_ = std::move(now);
     seen_.clear();
@@ -256,7 +256,7 @@ void Instance::or_stop(const std::function<void()>& work) {
   try {
     work();
     target::finish();
-  } catch (const std::exception& error) {  // Stops the other ranks while the Member::Use of the caller holds its lease.
+  } catch (const std::exception& error) {  // Stops the other ranks before the Member::Use of the caller ends.
     const std::string report = target::report();
     member_.stop(!report.empty() ? report
                                  : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());

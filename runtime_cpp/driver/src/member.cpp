@@ -19,8 +19,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kGrace = 2s;     // time for a running call to end, before the abort of its channels and again after it
-constexpr auto kPatience = 5s;  // time for NCCL to destroy communicators; a graph or another user of the GPU may block NCCL
+constexpr auto kGrace = 2s;     // time for a running call to end, before and during the abort of its channels
+constexpr auto kPatience = 5s;  // time to destroy or abort communicators; a graph or another user of the GPU may block NCCL
 
 // Starts work on a new thread with this device current. Runs the work on this thread if no thread can be created.
 std::future<void> started(int device, std::function<void()> work) {

@@ -17,7 +17,7 @@ void for_each_axis(const std::string& axes, const Use& use) {
 }
 
 // Process group along `axes` of the rank with number `index` in a mesh. `ranks` are the world ranks of the mesh. `ranks` is empty
-// if the mesh has all ranks.
+// for the mesh of the program, which has all ranks.
 ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, Transport transport, int64_t index,
                               List<int64_t> ranks = {}) {
   std::vector<int64_t> coordinates(mesh_axes.size());

@@ -7,7 +7,7 @@
 #include <dlfcn.h>
 #include <nccl.h>
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && \
-    !defined(HOSTWEAVE_CPU_DEVICE)  // Since version 2.32, NCCL creates signals with the communicator.
+    !defined(HOSTWEAVE_CPU_DEVICE)  // Since version 2.32, NCCL can create signals with the communicator.
 #define HOSTWEAVE_FINDS_SIGNALS
 #include <cuda.h>
 #endif
@@ -55,7 +55,7 @@ Function* driver_call(const char* name) {
   return driver ? reinterpret_cast<Function*>(dlsym(driver, name)) : nullptr;
 }
 
-// Address of the value for which the first wait in a graph waits; 0 if none is found.
+// Address that a wait of the graph reads; 0 if no wait is found.
 CUdeviceptr awaited(cudaGraph_t graph) {
   static auto* const params_of = driver_call<decltype(cuGraphBatchMemOpNodeGetParams)>("cuGraphBatchMemOpNodeGetParams");
   size_t count = 0;

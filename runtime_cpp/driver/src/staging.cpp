@@ -14,7 +14,7 @@
 namespace hw {
 namespace {
 
-// Empty arrays also get memory, because every array needs an address.
+// Empty arrays also get memory.
 size_t at_least_one(size_t bytes) { return std::max<size_t>(bytes, 1); }
 
 // Enables direct copies from GPU `peer` if the machine supports them. Otherwise, copies pass through host memory.
@@ -68,9 +68,7 @@ void StagedCalls::prepare(std::vector<Call> calls) {
 //
 // All ranks fetch before any call, because copies between calls could deadlock. A copy between two GPUs may occupy queues of both
 // GPUs. On rank A, the copy for call 2 waits for call 1 of rank A. If this copy precedes rank B's copy for call 1 in a queue
-// of GPU B, rank B never starts call 1. Then the collectives of call 1 never end. After the fetch, each GPU is used only by its
-// rank. All ranks enqueue collectives in the same order, so even a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot
-// deadlock.
+// of GPU B, rank B never starts call 1. Then the collectives of call 1 never end.
 void StagedCalls::fetch(size_t call) {
   std::vector<Array>& inputs = calls_[call].inputs;
   fetched_[call].resize(inputs.size());

@@ -74,8 +74,7 @@ class Ended {
     }
   }
 
-  // True if the edge `before` guarantees that `node` has ended when the target of the edge starts. False for the source of the
-  // edge.
+  // True if the edge `before` makes another edge from `node` to the same target redundant.
   bool has(size_t node, const Edge& before) const {
     return begins_[before.from].has(node) || (before.kind == Edge::full && ends_[before.from].has(node));
   }

@@ -62,7 +62,7 @@ uint32_t repeated(uint32_t value, unsigned element_size) {
   return element_size == 2 ? (value & 0xffff) * 0x00010001 : value;
 }
 
-// Adds a kernel node without edges that replaces a memset node. Returns null for a 2-D memset with gaps.
+// Adds a kernel node, without edges, to replace a memset node. Returns null for a 2-D memset with gaps.
 cudaGraphNode_t kernel_for(cudaGraphNode_t memset, cudaGraph_t graph, cudaStream_t idle) {
   cudaMemsetParams p;
   HW_CHECK(cudaGraphMemsetNodeGetParams(memset, &p));
@@ -167,7 +167,7 @@ class Straightening {
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
 // NCCL's nodes wait for events and record events. The events order the graph with NCCL calls outside of graphs. So each launch
-// must wait and record around the graph.
+// must wait for the events before the graph, and record the events after the graph.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

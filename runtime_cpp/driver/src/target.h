@@ -13,7 +13,7 @@
 
 namespace hw::target {
 
-// Sets the schedule before the ranks start a round. On CUDA, throws ExecutionError if the schedule is seeded, or if this machine
+// Sets the schedule of the next calls. On CUDA, throws ExecutionError if the schedule is seeded, or if this machine
 // has fewer than `ranks` GPUs.
 void configure(const Schedule& schedule, int ranks);
 
@@ -37,11 +37,11 @@ void stop(const std::string& reason);
 
 // True if only one group at a time may use the devices.
 extern const bool kOneParty;
-// True if a copy to host memory blocks the thread until the stream is done.
+// True if a copy to pageable host memory blocks the thread until the stream is done.
 extern const bool kCopiesBlock;
 // True if the device has been initialised.
 bool is_set_up(int device);
-// Device of the rank with index `local` on its host.
+// Device of rank `index`, which has index `local` on its host.
 int device_for(int64_t index, int64_t local);
 // Collective in the process group: creates its communicator. The device must be current. Throws ExecutionError if some ranks do
 // not join in time, or if `aborted` becomes true.

@@ -17,7 +17,7 @@ void check(int status) {
 
 }  // namespace
 
-// A seeded round resets the device, so that the schedule depends only on the seed.
+// Always resets the device for a seeded schedule, so that the order of operations depends only on the seed.
 void configure(const Schedule& schedule, int ranks) {
   static std::optional<Schedule> last;
   static int last_ranks = 0, devices = 8;
@@ -34,7 +34,7 @@ void configure(const Schedule& schedule, int ranks) {
   config.buffered_sends = schedule.buffered_sends;
   config.check_dependencies = schedule.check_dependencies;
   config.timeout_seconds = schedule.timeout_seconds;
-  last.reset();  // If configure fails, the next round configures again.
+  last.reset();  // If this configuration fails, the next call configures again.
   check(hw_cpu_configure(&config));
   last = schedule;
   last_ranks = ranks;
@@ -51,7 +51,7 @@ Attached::~Attached() { hw_cpu_detach(); }
 
 void meet(int ranks) { check(hw_cpu_barrier(ranks)); }
 
-// Waits for all streams, so that this round reports errors of work that a program did not join.
+// Waits for all streams, so that this call reports errors of work that a program did not join.
 bool synchronize(cudaStream_t) {
   HW_CHECK(cudaDeviceSynchronize());
   return true;

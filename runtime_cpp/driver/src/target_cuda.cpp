@@ -97,7 +97,7 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 }  // namespace
 
 // The initialisation of NCCL waits for the other ranks without a timeout. So a background thread runs the initialisation. After a
-// timeout or an abort, nothing waits for that thread.
+// timeout or an abort, the caller does not wait for that thread.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted) {
   const auto making = std::make_shared<Making>();

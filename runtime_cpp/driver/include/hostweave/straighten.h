@@ -1,5 +1,5 @@
 // Optimises captured graphs for launch time. A chain of kernels launches nearly as fast as one kernel. Each fork, each join and
-// each other node costs host time.
+// each node that is not a kernel costs host time.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -29,7 +29,7 @@ struct LaunchEvents {
   std::vector<cudaEvent_t> awaited, recorded;
 };
 
-// Loads the kernels of `straighten` on the current device. Call this function before any rank runs.
+// Loads the kernel of `straighten` on the current device.
 void prepare_to_straighten();
 // Replaces a captured graph by an optimised graph. Each launch of the optimised graph must wait for and record the returned
 // events. Leaves the graph unchanged if it cannot be optimised. `idle` is an idle stream for a capture.

@@ -19,7 +19,7 @@ typedef enum hw_status {
   HW_OTHER_ERROR = 4      /* such as out of host memory */
 } hw_status;
 
-/* Text of the last error of this thread, or "". Valid until the thread's next call. */
+/* Error text of this thread's last call, or "" if the call succeeded. Valid until the thread's next call. */
 const char* hw_last_error(void);
 
 /* Values of cudaDataType_t. */
