@@ -26,7 +26,11 @@ AS_GIVEN = [
     ("%y: f32[8] = sum(%x, axis=(2,))", "text:2: sum: axis=(2,) is out of range; dims go from 0 to 1"),
     ("%y: f32[4] = select(%x, index=0)", "text:2: select: attribute axis is missing; write axis=0"),
     ("%y: f32[4] = select(%x, axis=0, index=8)", "text:2: select: index 8 of dim 0 of f32[8@x, 4] is out of range; indices go from 0 to 7"),
-    ("%y: f32[4] = select(%x, axis=2, index=0)", "text:2: select: axis=2 is out of range; f32[8@x, 4] has dims 0 to 1"),
+    ("%y: f32[4] = select(%x, axis=2, index=0)", "text:2: select: axis=2 of f32[8@x, 4] is out of range; dims go from 0 to 1"),
+    (
+        "%s: f32[] = sum(%x, axis=(0, 1))\n%y: f32[] = max(%s, axis=(0,))",
+        "text:3: max: axis=(0,) is out of range; the operand has no dims",
+    ),
     (
         "%y: f32[3, 4] = slice(%x, axis=0, start=2, step=3)",
         "text:2: slice: 3 elements from index 2 by step 3 exceed dim 0 of f32[8@x, 4]; indices go from 0 to 7",

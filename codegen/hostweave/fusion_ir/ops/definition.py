@@ -156,9 +156,13 @@ def unsharded(type: TensorType | BufferType) -> TensorType:
     return TensorType(type.dtype, tuple(Dim(size) for size in type.shape))
 
 
+def _dims_text(rank: int) -> str:
+    return f"dims go from 0 to {rank - 1}" if rank else "the operand has no dims"
+
+
 def checked_axes(axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
     if any(not 0 <= axis < rank for axis in axes):
-        raise Mismatch(f"axis={axes} is out of range; dims go from 0 to {rank - 1}")
+        raise Mismatch(f"axis={axes} is out of range; {_dims_text(rank)}")
     if len(set(axes)) != len(axes):
         raise Mismatch(f"axis={axes} names a dim twice; name it once")
     return axes
@@ -166,7 +170,7 @@ def checked_axes(axes: tuple[int, ...], rank: int) -> tuple[int, ...]:
 
 def checked_axis(axis: int, x: TensorType) -> int:
     if not 0 <= axis < len(x.dims):
-        raise Mismatch(f"axis={axis} is out of range; {x} has dims 0 to {len(x.dims) - 1}")
+        raise Mismatch(f"axis={axis} of {x} is out of range; {_dims_text(len(x.dims))}")
     return axis
 
 
