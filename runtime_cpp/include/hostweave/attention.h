@@ -41,15 +41,14 @@ struct Beside {
   void* bias_gradient = nullptr;
 };
 
-// Shapes of optional operands. The bias broadcasts to the scores in all dims but the last. The last dim of the bias is
-// contiguous.
+// Shapes of optional operands. The bias may be broadcast in all dims but the last. The last dim of the bias is contiguous.
 struct BesideShapes {
   std::optional<Strided> bias = {};
   int64_t sequences = 0;
   std::optional<Strided> bias_gradient = {};  // has the shape of the bias; nullopt if not needed
 };
 
-// Base of the two plans below. Keeps the plans of the most recent problems.
+// Base of the two classes below. Keeps the plans of the most recent problems.
 class Attentions {
  public:
   Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options);
@@ -65,7 +64,7 @@ class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
   // Throws ExecutionError if the problem is not supported. Unless `blind_zeros` is set, it is also an error if there are no
-  // columns, or if the diagonal and window leave a row without columns. The diagonal is not checked if there are lengths.
+  // columns, or if the diagonal and window leave a row without columns. With lengths, the diagonal and window are not checked.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 

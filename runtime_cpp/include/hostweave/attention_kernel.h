@@ -77,7 +77,7 @@ struct Sight {
 
   // Tokens of the sequence that contains `token`; empty if no sequence contains `token`.
   HW_DEVICE Span sequence(int64_t token) const {
-    int64_t low = 0, high = sequences + 1;  // number of offsets at or before the token
+    int64_t low = 0, high = sequences + 1;  // bounds of the number of offsets at or before the token
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       offsets[middle] <= token ? low = middle + 1 : high = middle;

@@ -41,7 +41,7 @@ __device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64
   }
 }
 
-// Tile of rows of a thread block. The last tile of a head comes first: in causal attention it has the most columns.
+// Tile of a thread block. The last tile of a head comes first: in causal attention, the last rows attend to the most columns.
 struct BlockPosition {
   int64_t batch, head, first, of_lse;
 

@@ -1,5 +1,6 @@
 // Tiles of attention operands, and their products in f32. Products<T> multiplies the tiles, and defines which elements of the
-// scores and results each thread owns. Products of 16-bit operands use tensor cores. On the CPU device a block is one thread.
+// scores and results each thread owns. On GPUs, products of 16-bit operands use tensor cores. On the CPU device a block is one
+// thread.
 #pragma once
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"

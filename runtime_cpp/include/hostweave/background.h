@@ -4,10 +4,10 @@
 
 namespace hw {
 
-// Runs `work` on a new thread. Throws std::system_error if there is no memory for a thread.
+// Runs `work` on a new thread. Throws std::system_error if the thread cannot be created.
 void in_background(std::function<void()> work);
 
-// Waits until the threads of this library have ended. Call this function before the process exits. If threads still run after
+// Waits until the threads of `in_background` have ended. Call this function before the process exits. If threads still run after
 // `seconds`, the process will exit without destroying existing static objects. These threads may use static objects of NCCL
 // and CUDA.
 void finish_background(double seconds);

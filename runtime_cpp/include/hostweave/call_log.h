@@ -44,8 +44,8 @@ class CallLog {
   // Declares that the call launches a graph of these ops.
   void launches(LoggedOps* ops);
 
-  // RAII: the current thread adds lines to the call that has begun. If no call has begun, the thread adds lines to the ops of a
-  // capture. With `is_marked`, the capture has milestones; `prepare_capture` must have returned true.
+  // RAII: the current thread adds lines to the current call. Outside of calls, the thread adds lines to the ops of a capture.
+  // With `is_marked`, the capture has milestones; `prepare_capture` must have returned true.
   class Adding {
    public:
     Adding(CallLog& log, cudaStream_t caller, bool is_marked);

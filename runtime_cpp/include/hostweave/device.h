@@ -1,4 +1,4 @@
-// CUDA keywords for compilers that lack them.
+// Macros for CUDA keywords, also for compilers without CUDA.
 #pragma once
 
 #ifdef __CUDACC__

@@ -6,7 +6,7 @@
 
 namespace hw {
 
-// Conversion saturates. The type has no infinities, so infinities also become the largest number.
+// Conversion saturates. The type has no infinities, so an infinity becomes the largest number of its sign.
 using f8e4m3 = __nv_fp8_e4m3;
 
 // Conversion overflows to infinity. CUDA's conversion saturates instead.
