@@ -44,7 +44,7 @@ class CapturedStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Runs a call that captures. Throws CaptureError if the call fails.
+// Runs a call during which work is captured. Throws CaptureError if the call fails.
 template <class Call>
 auto captured(const Call& call) {
   try {
