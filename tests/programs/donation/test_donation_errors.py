@@ -1,4 +1,4 @@
-"""Errors of donated inputs, and of slices at positions that are inputs."""
+"""Errors of donated inputs and of dynamic slices."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_slices_that_do_not_fit(name: str) -> None:
 
 
 def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
-    """Donated arrays must not be read-only or overlap with others. `out=` must be None or the donated array."""
+    """Donated arrays must not be read-only or overlap with others. For their results, `out=` takes None or the donated array."""
 
     @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
     def sums(x, y, z):  # type: ignore[no-untyped-def]
@@ -258,5 +258,5 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
     assert second.data_ptr() == ty.data_ptr()
     assert (tx.tolist(), ty.tolist()) == ([2.0] * 4, [-1.0] * 4)
     wide = torch.zeros(8)
-    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # The donated array is strided, and z is from another library.
+    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # x is strided, and z is a NumPy array.
     assert wide.tolist() == [2.0, 0.0] * 4

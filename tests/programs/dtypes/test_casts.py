@@ -32,7 +32,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Critical values of a dtype: the largest number, larger numbers, ties, numbers near ties, and very small numbers."""
+    """Critical values of a dtype: the largest number, larger numbers, ties, numbers near ties, very small numbers, and 0."""
     info = torch.finfo(dtype)
     largest, step = info.max, info.max * info.eps / 2
     near = [largest + step * part for part in (0, 0.25, 0.5, 0.75, 0.99, 1, 1.01, 2)]
@@ -43,7 +43,7 @@ def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
-    """A cast from f64 rounds to f32 first, which may turn a number near a tie into a tie. f8e4m3 has no infinities."""
+    """A cast from f64 to 16 or 8 bits rounds to f32 first, which may turn a number near a tie into a tie. f8e4m3 has no infinities."""
     values = np.concatenate([limits(torch_dtype) for torch_dtype in FLOATS.values()] + [[np.inf, np.nan, 1e300]])
     values = np.concatenate([values, -values])
 

@@ -1,4 +1,4 @@
-"""Integers have NumPy's semantics: results are exact beyond the range of floats, and sums and products wrap around."""
+"""Integers have NumPy's semantics: large values stay exact, and sums and products wrap around."""
 
 import os
 import shlex
@@ -52,7 +52,7 @@ INTS = (hw.i8, hw.i16, hw.i32, hw.i64, hw.u8, hw.u16, hw.u32, hw.u64)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [hw.i8, hw.i32, hw.i64], ids=str)
 def test_integers_wrap_around(target: str, dtype: DType) -> None:
-    """Sums within one kernel also wrap around, although overflow is undefined in C++."""
+    """Integers within one kernel also wrap around, although signed overflow is undefined in C++."""
     kind = np.iinfo(numpy_dtype(dtype))
     x = np.array([kind.max, kind.min, 5, -1, kind.max // 2 + 1], kind.dtype)
     fusion = hw.fusion(x=dtype["M"])(lambda x: (*(make(x) for make in WRAPPING), hw.sum(x * 3), hw.prod(x)))
@@ -66,7 +66,7 @@ def test_integers_wrap_around(target: str, dtype: DType) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_reductions_wrap_around(target: str, dtype: DType) -> None:
-    """One thread or many threads compute sums over rows, over columns, over all dims, and at indices."""
+    """Sums and products over rows, over columns and over all dims, cumulative sums, and sums at indices."""
     kind = np.iinfo(numpy_dtype(dtype))
     x = np.random.default_rng(0).integers(kind.min, kind.max, (70, 300), kind.dtype, endpoint=True)
     index = np.arange(70) % 3
@@ -107,8 +107,8 @@ def test_floats_become_ints_by_i64(target: str, dtype: DType) -> None:
 
 
 def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
-    """The test compiles kernels so that signed overflow aborts the process. NVRTC has no option that defines signed overflow, so kernels
-    must not overflow."""
+    """The test compiles kernels so that signed overflow, or a float beyond the range of its integer, aborts the process. NVRTC has no
+    option that defines signed overflow, so kernels must not overflow."""
     compiler = tmp_path / "c++"
     sanitized = "-fno-wrapv -fsanitize=signed-integer-overflow,float-cast-overflow -fsanitize-undefined-trap-on-error"
     ordinary = shlex.quote(os.environ["CXX"])
@@ -127,7 +127,7 @@ def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
     ("ranks", "dtype"), [(1, hw.i64), (2, hw.i8), (2, hw.u64), (3, hw.u8), (4, hw.i16), (4, hw.u32), (8, hw.i32)], ids=str
 )
 def test_products(ranks: int, dtype: DType) -> None:
-    """Products of large values, and their sums, wrap around: also in loops, over sharded dims, and of views."""
+    """Matmuls of large values wrap around, also in loops, over sharded dims, and with views as operands."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),

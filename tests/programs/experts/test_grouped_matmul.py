@@ -126,7 +126,7 @@ def test_sums_of_ranks_in_f32() -> None:
 
 
 def test_ranks_reduce_tokens_and_not_choices() -> None:
-    """A partial sum over experts is reduced only once: in the order of the tokens, after the choices of each token are added."""
+    """The only all-reduce follows the sum over the choices of each token."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["T", "K"], w=hw.f32["E@x", "K", "N"], ends=hw.i32["E"], order=hw.i64["T"])
     def combined(x: hw.Tensor, w: hw.Tensor, ends: hw.Tensor, order: hw.Tensor) -> hw.Tensor:

@@ -104,7 +104,7 @@ SEEDS = [range(6), *(pytest.param(range(at, at + 50), marks=pytest.mark.slow) fo
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_random_routings(seeds: range) -> None:
-    """Dispatch and combine with random numbers of ranks, experts, tokens, choices and capacities."""
+    """Dispatch and combine with random numbers of ranks, experts, tokens and choices, and random capacities."""
     for seed in seeds:
         random = np.random.default_rng(seed)
         ranks, own, choices, tokens = (int(random.integers(1, most)) for most in (5, 4, 4, 6))
@@ -128,13 +128,13 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [1, 3, 5])
 def test_capacities(ranks: int, capacity: int) -> None:
-    """A rank sends at most `capacity` choices to each rank, ordered by expert, then by token. The other choices add nothing to the
+    """A rank sends only the first `capacity` choices to each rank, ordered by expert, then by token. The other choices add nothing to the
     result."""
     expect_through(ranks, 4, TOP, 8, capacity, np.random.default_rng(capacity))
 
 
 def expect_through(ranks: int, experts: int, choices: int, tokens: int, capacity: int | None, random: np.random.Generator) -> None:
-    """Sends rows to the ranks of their experts, and back. The experts of a token are random, and may be equal."""
+    """Checks the dispatch to the ranks of the experts, and the combine. The experts of a token are random, and may be equal."""
 
     @hw.fusion(mesh=hw.Mesh(ep=ranks), x=hw.f64["T@ep", H], ids=hw.i32["T@ep", choices], weights=hw.f64["T@ep", choices])
     def through(x: hw.Tensor, ids: hw.Tensor, weights: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

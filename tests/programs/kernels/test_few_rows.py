@@ -38,8 +38,7 @@ def gated(t: DType, ranks: int = 1) -> Fusion:
     z=hw.f32[2, "T", 24], v=hw.f32[24, 130], w=hw.f32[24, 130], one=hw.f32[1, 24],
 )  # fmt: skip
 def layouts(x, a, b, c, bias, r, z, v, w, one):  # type: ignore[no-untyped-def]
-    """Transposed weights whose sizes are not multiples of a thread block, three matmuls with a common operand, rows in two dims, and a
-    single row."""
+    """Transposed weights, three matmuls with a common operand, rows in two dims, and a single row."""
     three = hw.relu(hw.matmul(x, a.T)) * (hw.matmul(x, b.T) + bias) - hw.matmul(x, c.T)
     return three + r, hw.maximum(hw.matmul(z, v), 2) * hw.matmul(z, w), hw.maximum(hw.matmul(one, v), hw.matmul(one, w))
 
@@ -96,7 +95,7 @@ def test_the_rows_of_a_rank_decide() -> None:
 
 
 def test_matmuls_of_more_rows_are_concurrent() -> None:
-    """For more rows, each matmul has a separate stream. If there are always few rows, the program has no such streams."""
+    """For more than 8 rows, each matmul has a separate stream. If there are always few rows, the program has no such streams."""
     for fusion, count in ((gated(hw.bf16), 2), (layouts, 3)):
         program = lowered(fusion)
         assert program.streams == (ir.Streams("beside", count - 1),)
@@ -112,7 +111,7 @@ def test_matmuls_of_more_rows_are_concurrent() -> None:
 
 
 def test_matmuls_that_are_not_fused() -> None:
-    """Matmuls are not fused if another op reads a product, if their operands differ, or if the consumer reads elements at other indices."""
+    """Matmuls are not fused if a product is also a result, if their first operands differ, or if a product is summed first."""
 
     @hw.fusion(x=hw.f32["T", 16], y=hw.f32["T", 16], v=hw.f32[16, 16], w=hw.f32[16, 16])
     def apart(x, y, v, w):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Norms, attention and random numbers in whole programs on the CPU device, compared with NumPy in float64."""
+"""Norms, attention, rotary embeddings, linears and random numbers in whole programs on the CPU device, compared with NumPy in float64."""
 
 from __future__ import annotations
 
