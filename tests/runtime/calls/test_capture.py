@@ -24,7 +24,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_replays_between_calls(ranks: int) -> None:
-    """Replays two graphs of one program with new inputs. Calls between the replays have other sizes."""
+    """Replays two graphs of one program with new inputs. Most calls between the replays have other sizes."""
     program, threads = PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(6)]
     others = [arrays_of(size * ranks) for size in (4, 8, 32, 2, 64, 4)]
@@ -188,7 +188,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
 
 
 def test_calls_with_collectives_are_graphs_on_all_ranks_or_on_none() -> None:
-    """NCCL requires that all ranks capture a collective, or none. One rank passes new arrays in its first five calls."""
+    """NCCL requires that all ranks capture a collective, or none. One rank passes a new output in each of its first five calls."""
     program, threads = mlp_on(2, graph="auto", transport="two_sided"), hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)
@@ -212,7 +212,7 @@ def test_calls_with_collectives_are_graphs_on_all_ranks_or_on_none() -> None:
 
 
 def test_calls_with_the_same_arrays_are_captured_automatically() -> None:
-    """Graphs of the last 16 sets of arrays are kept. Arrays alternate and repeat. New sizes in the same memory need another graph."""
+    """Graphs of the last 16 sets of arrays are kept. New sizes in the same memory need another graph."""
     program, threads = mlp_on(2, graph="auto", transport="peer"), hw.Threads(2)
     weights, sets = arrays_of(4), [arrays_of(8)["x"] for _ in range(18)]
 
@@ -241,8 +241,8 @@ def test_calls_with_the_same_arrays_are_captured_automatically() -> None:
 
 
 def test_threads_that_share_a_captured_call() -> None:
-    """Launches by several threads inside `with step:` run one after another. Outside of `with step:`, a launch by a second thread raises an
-    error that names `with step:`."""
+    """Launches by several threads inside `with step:` run one after another. Otherwise, a launch raises an error if the
+    thread of the last launch is another one and still runs."""
     program, ranks = PROGRAMS[1], hw.Threads(1)
     arrays = list(arrays_of(64).values())
     x, *weights = arrays

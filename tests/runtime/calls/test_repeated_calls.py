@@ -1,4 +1,4 @@
-"""Arrays that were passed in an earlier call are not checked again."""
+"""Arrays of a recent call are not checked again unless they have changed."""
 
 from __future__ import annotations
 

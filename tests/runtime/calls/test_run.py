@@ -355,7 +355,7 @@ def test_the_process_ends_cleanly_with_programs_open() -> None:
 
 
 class Broken:
-    """Array of a library whose DLPack export raises an exception."""
+    """An array whose DLPack export raises an exception."""
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise KeyError("nothing")
@@ -384,7 +384,7 @@ class BrokenNamespace:
 
 
 class Closed:
-    """An object whose attributes all raise errors, like a dataset whose file was closed."""
+    """An object that raises ValueError for an unknown attribute, like a closed dataset."""
 
     def __getattr__(self, name: str) -> Any:
         raise ValueError("the file is closed")
@@ -400,7 +400,7 @@ def test_objects_that_are_not_arrays() -> None:
     with pytest.raises(hw.errors.ArgumentError, match="x: its library's DLPack fails"):
         program.run(x=Broken())
     with pytest.raises(hw.errors.ExecutionError, match=r"no memory for a contiguous copy of float32\[1048576, 1048576\]"):
-        program.run(x=np.broadcast_to(np.float32(1), (2**20, 2**20)))  # The array has 4 TiB.
+        program.run(x=np.broadcast_to(np.float32(1), (2**20, 2**20)))  # A contiguous copy has 4 TiB.
 
 
 @pytest.mark.extra("jax")
