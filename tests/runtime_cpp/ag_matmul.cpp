@@ -4,7 +4,7 @@
 // keys: ranks; fork, join (stream whose wait is omitted), next (1: matmuls on the next stream); ordered, buffered, check (of
 // hw_cpu_config)
 // Prints the numbers of right, wrong and reported runs, and whether the last seed gave the same schedule twice. Then prints the
-// time of an op, and the last report.
+// mean time of an op in microseconds, and the last report.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

@@ -50,5 +50,5 @@ print("done", sorted(algorithm[0] for algorithm in program.module.measured_algor
 
 
 def test_only_one_rank_binds_new_arrays(tmp_path: Path) -> None:
-    """The ranks then share nothing. The test has a separate cache, without measurements of other tests."""
+    """If one rank binds a new array, the ranks share no algorithms. The test has its own cache, without measurements of other tests."""
     assert on_two_ranks(SCRIPT, "two_sided", HOSTWEAVE_CACHE=str(tmp_path)) == [["done [2, 2, 2]"], ["done [2, 2]"]]

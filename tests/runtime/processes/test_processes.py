@@ -36,8 +36,8 @@ class Place:
     target: str
     programs: str
     ranks: int  # number of ranks that run the programs
-    killed: int  # number of ranks in tests that kill a rank
-    trials: int  # repetitions
+    killed: int  # number of ranks in tests that end or stop a rank
+    trials: int  # repetitions of each test that kills a rank
 
     @property
     def right(self) -> str:
@@ -168,7 +168,7 @@ def test_a_graph_outlives_its_group(place: Place) -> None:
 
 @pytest.fixture
 def nothing_left_over() -> Iterator[None]:
-    """Tests that no shared memory of NCCL or Hostweave is left. Ignores memory of living processes, such as other tests."""
+    """Tests that no new shared memory is left. Ignores memory of living processes, such as other tests."""
     before = set(os.listdir("/dev/shm"))
     yield
     deadline = time.monotonic() + 10
@@ -265,7 +265,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
         for rank in range(2):
             ranks.line(rank, 300, beginning="ready")
         ranks.processes[other].send_signal(signal.SIGSTOP)
-        time.sleep(1)  # This waits until rank `interrupted` waits for the stopped rank.
+        time.sleep(1)  # Rank `interrupted` then waits for the stopped rank.
         ranks.processes[interrupted].send_signal(signal.SIGINT)
         why = f"group 'default': rank {interrupted}: KeyboardInterrupt"
         assert ranks.line(interrupted, NOTICED, beginning="interrupted: ") == f"interrupted: {why}"
@@ -304,7 +304,7 @@ def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = Fal
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
         time.sleep(moment.uniform(0, 1.5))
-        if stands_still:  # This waits until the other ranks wait for the killed rank.
+        if stands_still:  # The other ranks wait for the stopped rank before it is killed.
             ranks.processes[victim].send_signal(signal.SIGSTOP)
             time.sleep(1)
         ranks.processes[victim].kill()

@@ -32,7 +32,7 @@ def messages(results: list[Any]) -> list[str]:
 
 
 def then_works(fault: Callable[[int], Any]) -> list[Any]:
-    """Runs `fault` on all ranks. Tests that their group works afterwards. Returns the error message of each rank."""
+    """Runs `fault` on all ranks. Tests that the group works afterwards. Returns the error message of each rank."""
 
     def rank(rank: int) -> Any:
         try:
@@ -177,7 +177,7 @@ PUTS = "HW_CHECK(puts_.fork(caller));\n"
     ],
 )
 def test_a_rank_that_fails_in_the_middle(transport: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks are in their calls. Afterwards, a new group of the same threads works, and so does `run`."""
+    """Rank 2 fails while the other ranks are in their calls. Afterwards, a new group of the same threads works, and so does `run`."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     options = hw.Options(transport=transport)
     _ = hw.compile(ag_matmul, options=options).folder
