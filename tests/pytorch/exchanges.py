@@ -1,4 +1,4 @@
-"""Counts all-gathers in programs of modules."""
+"""Counts all-gathers and reduce-scatters in programs of modules."""
 
 from collections.abc import Mapping
 

@@ -113,7 +113,7 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
         for prompt in (first, second):
             found.append(model.generate(prompt, **settings)["logits"])
             graphs.append(model.generation._ranks[rank].graph)
-            both.wait()  # A garbage collection during another garbage collection does nothing.
+            both.wait()  # Two ranks must not collect garbage at once: the second collection would do nothing.
             if rank == 0:
                 assert len(replays) == 2 * (6 if prompt is first else 13)  # Prefill makes token 1, and capture makes token 2.
                 gc.collect()  # This frees reference cycles of the compilation, which keep the cache.
@@ -168,11 +168,11 @@ def test_a_module_of_one_token_and_a_cache() -> None:
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), inputs())
         torch.testing.assert_close(model(**inputs()).logits, module(**inputs()).logits, rtol=1e-4, atol=1e-5)
-    assert "repeat" in model.program.fusion_ir  # Layers repeat despite the names of new cache values.
+    assert "repeat" in model.program.fusion_ir  # New cache values have different names in each layer.
 
 
 def test_another_thread_does_not_compile() -> None:
-    """One thread calls a module to find the sizes of its cache. `is_compiling` is true only in this thread."""
+    """`requests` makes `is_compiling` true only in the thread that calls it."""
     cache, found = transformers.StaticCache(config=model_of("Llama").config, max_cache_len=8), list[Any]()
 
     def run(*_: Any) -> None:
@@ -195,7 +195,7 @@ def test_refusals() -> None:
 
 
 class _Done:
-    """Replaces torch.Event. The event has always occurred already."""
+    """Replaces torch.Event by an event that has already occurred."""
 
     def __init__(self, **settings: Any):
         pass
@@ -209,7 +209,7 @@ class _Done:
 
 @shares_programs
 def test_the_host_does_not_wait_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, transformers detects the end of greedy sequences one step late, and undoes the last step. The test makes transformers do
+    """On CUDA, a compiled model makes transformers detect the end of greedy sequences one step late, and undo the last step. The test does
     this on the CPU. No step is undone if the caller gets the cache, or if tokens are sampled."""
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):

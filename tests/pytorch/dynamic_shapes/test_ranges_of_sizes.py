@@ -20,7 +20,7 @@ from hostweave.torch.ranges import Ranges  # noqa: E402
 from hostweave.types.machine import H200  # noqa: E402
 
 LINKS = tuple(replace(link, points=tuple((size, 1000 * seconds) for size, seconds in link.points)) for link in H200.links)
-SLOW = replace(H200, flops=1e11, links=LINKS)  # Transfers and products of few elements take long on this machine.
+SLOW = replace(H200, flops=1e11, links=LINKS)  # On this machine, even small transfers and matmuls take long.
 
 
 class Mlp(nn.Module):

@@ -1,4 +1,4 @@
-"""The benchmarks of training run with small sizes on CPUs. Their variants have equal losses."""
+"""The benchmarks of training run with small sizes on CPUs."""
 
 from __future__ import annotations
 

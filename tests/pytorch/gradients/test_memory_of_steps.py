@@ -19,7 +19,7 @@ from hostweave.host_ir.ir import Parameter  # noqa: E402
 
 
 def peak(program: hw.Program) -> int:
-    """Bytes of the arena without the workspace for matmuls. Every program has the same workspace."""
+    """Bytes of the arena without the workspace for matmuls."""
     plan = memory_plan(program.host, program.host.depths())
     return plan.peak - next(row.bytes for row in plan.rows if row.name.startswith("workspace"))
 

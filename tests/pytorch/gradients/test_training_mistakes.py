@@ -1,4 +1,4 @@
-"""Mistakes of users of `hostweave.torch.compile(training=True)`. Each message has a location, a reason and a remedy."""
+"""Error messages of `hostweave.torch.compile` and of compiled modules about training."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
 
 
 def test_a_step_in_inference_mode() -> None:
-    """In inference mode, the optimizer would create state that no later step could update."""
+    """In inference mode, the optimizer would create state that no step outside of it could update."""
     module = Layer(lambda self, x: self.down(self.up(x)).square().mean())
     step = hostweave.torch.compile(module, MESH, {}, (X,), optimizer=torch.optim.AdamW(module.parameters()))
     with (

@@ -57,7 +57,7 @@ class Masked(nn.Module):
 
 
 def test_a_mask_is_an_operand_of_attention() -> None:
-    """Scores are not materialised, forward or backward. A row that attends to no column has a gradient of zeros."""
+    """Scores are not materialised, forward or backward. Some rows attend to no column."""
     torch.manual_seed(3)
     module, x, added = Masked(), torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 5, requires_grad=True)
     mask = torch.rand(2, 1, 1, 5) > 0.4
@@ -227,7 +227,7 @@ def test_buffers_that_forward_writes_to(ranks: int) -> None:
 
 
 class Pooled(nn.Module):
-    """A module with constants named `x`, after the variable that the line assigns. The argument of the module is also named `x`."""
+    """A module whose pooling creates constants named `x`, like its result and its argument."""
 
     def forward(self, x: Any) -> Any:
         x = F.adaptive_avg_pool1d(x.exp(), 3)

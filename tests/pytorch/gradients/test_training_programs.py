@@ -47,8 +47,8 @@ ROTATED |= {f"{name}.weight": "tp, -" for name in ("q", "gate", "up")}
 
 
 def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
-    """Both products of a backward pass use one gathered value. The rotation, the activation and repeated keys write no intermediate values
-    to memory."""
+    """Both matmuls for the gradients of a linear layer read one gathered tensor. The rotation, the activation and repeated keys write no
+    intermediate values to memory."""
     torch.manual_seed(0)
     module, x = Rotated().train(), torch.randn(2, 8, 32, requires_grad=True)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), ROTATED, (x,), training=True)
@@ -85,7 +85,7 @@ class Next(nn.Module):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_shifted_labels_are_not_saved(batch: int) -> None:
-    """The backward pass shifts the labels again. The kernels that read a row also compute its padding."""
+    """The backward pass shifts the labels again. For a batch of 1, the kernels that read the labels also pad them."""
     module, x, labels = Next().train(), torch.randn(batch, 6, 8, requires_grad=True), torch.randint(16, (batch, 6))
     compiled = hostweave.torch.compile(module, hw.Mesh(), {}, (x, labels), training=True)
     for sources in (compiled.program.sources, compiled.backward.sources):
