@@ -1,4 +1,4 @@
-"""Entries of torch's op database as functions of tensors of a dtype, each with one sample of arguments."""
+"""Entries of torch's op database as functions of tensors, each with one sample of arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries of op_db, torch's op database. An entry gives torch's result, or is on the page of refused entries in the documentation.
+"""Entries of op_db, torch's op database. Entries that Hostweave refuses are listed in docs/pytorch-ops.md.
 
 Entries are tested in batches. By default, every eighth batch runs, on 2 ranks. With `-m slow`, the other batches run on 2 ranks, and
 all batches on 1 and 4 ranks. `python -m pytest tests/pytorch/numerics/test_op_db.py --update-golden -k page -m slow` regenerates the page.
@@ -33,7 +33,7 @@ KINDS = {
     "bool, forward": torch.bool,
 }
 ON_PAGE = [kind for kind in KINDS if f"\n## {kind}\n" in PAGE.read_text()]  # kinds that the page has
-ONE_WORKER = pytest.mark.xdist_group("op_db")  # Only this worker imports the database, which takes 1.3 s.
+ONE_WORKER = pytest.mark.xdist_group("op_db")  # One worker runs these tests, because the import of the database takes 1.3 s.
 CASES = [
     pytest.param(number, ranks, marks=ONE_WORKER if ranks == 2 and number % 8 == 0 else pytest.mark.slow)
     for number in range(BATCHES)

@@ -204,7 +204,7 @@ class Dropping(nn.Module):
 
 
 def test_layers_with_dropout_are_a_loop() -> None:
-    """Calls of layers with dropout are a loop. Each layer has separate seeds. The layers are linear, so the sum of x * gradient equals the
+    """Calls of layers with dropout are a loop. The layers are linear, so the sum of x * gradient equals the
     sum of the results only if both passes drop the same elements."""
     module, x = nn.Sequential(*(Dropping() for _ in range(4))).train(), torch.randn(8, 16, requires_grad=True)
     compiled = hostweave.torch.compile(module, hw.Mesh(), {}, (x,), training=True)

@@ -1,4 +1,4 @@
-"""Special functions, composed of other ops in float32. Compared with torch's in float64, also at the borders between formulas."""
+"""Special functions that are composed of other ops, mostly compared with torch's in float64, and integer powers, gcd and lcm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_polygamma(order: int) -> None:
 
 def test_poles() -> None:
     poles = torch.tensor([0.0, -0.0, -1.0, -7.0])
-    assert bool(torch.isinf(SPECIAL[aten.polygamma.default](1, poles)).all())  # torch gives large finite numbers at poles.
+    assert bool(torch.isinf(SPECIAL[aten.polygamma.default](1, poles)).all())  # torch gives large finite numbers at negative poles.
     for order in (0, 2, 3):
         torch.testing.assert_close(
             SPECIAL[aten.polygamma.default](order, poles), aten.polygamma.default(order, poles), equal_nan=True, rtol=0, atol=0

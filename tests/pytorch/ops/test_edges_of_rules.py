@@ -78,7 +78,7 @@ case(aten.searchsorted.Tensor, torch.tensor([2.0, 1.0]), VALUES, sorter=torch.te
 case(aten.searchsorted.Tensor, torch.empty(2, 0), torch.ones(2, 3))
 case(aten.searchsorted.Tensor, torch.tensor([1.0]), torch.empty(0, 2))
 
-# --- histograms. With NaN and without a range, torch raises an error. ---
+# --- histograms. Without a range, torch raises an error for NaN and infinities. ---
 for dtype in (f32, f64):
     case(aten.histc.default, CALM.to(dtype), 4)
     case(aten.histc.default, EDGES.to(dtype), 4, -1, 3)
@@ -228,8 +228,8 @@ for op in [op for op in SPECIAL if len(op._schema.arguments) == 1]:
     if op in DERIVED and op not in (aten.special_ndtri.default, aten.special_erfcx.default):
         case(op, POINTS.bfloat16())
 for order in range(4):
-    case(aten.polygamma.default, order, POINTS[[0, 3, 5, 7, 8, 9, 10]])  # torch differs at poles and infinities.
-# torch gives NaN for infinity and degrees above 2. For NaN, torch gives values of other elements.
+    case(aten.polygamma.default, order, POINTS[[0, 3, 5, 7, 8, 9, 10]])  # torch differs at negative poles and infinities.
+# torch gives NaN for infinities at degrees above 2, and may give uninitialised values for NaN.
 for op in [op for op in COMPOSED if "chebyshev" in str(op)]:
     for n in (-2, -1, 0, 1, 2, 3, 5, 7):
         x = POINTS if n < 1 else POINTS[1:] if n < 3 else POINTS[3:11]

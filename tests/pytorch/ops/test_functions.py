@@ -64,7 +64,7 @@ def fused(function: Callable[[Any, Any], Any], ranks: int = 2) -> hw.Fusion:
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_function(function: Callable[[Any, Any], Any]) -> None:
-    """The size M is known only at the call."""
+    """The size M is symbolic."""
     fusion = fused(function)
     got = run_reference(fusion, {"x": X.numpy(), "w": W.numpy()})
     for one, output, want in zip(got, lowered(fusion).outputs, results(function(X, W)), strict=True):

@@ -139,7 +139,7 @@ def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], p
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-3, msg=lambda why, name=name: f"{name}: {why}")
 
 
-# Joint graphs do not depend on the number of ranks. A training program contains the ops of inference.
+# By default, training is on 2 ranks and inference on 1 rank. The slow tests swap these numbers.
 numbers_of_ranks = pytest.mark.parametrize(("trained", "inferred"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 
 
@@ -342,7 +342,7 @@ def test_hooks_of_the_first_call_stay() -> None:
 
 
 def test_layers_keep_the_shardings_of_data() -> None:
-    """Each rank computes only its rows, forward and backward. This also holds in functions of layers."""
+    """Each rank computes only its rows in both passes."""
 
     class Layers(nn.Module):
         def __init__(self) -> None:
@@ -394,7 +394,7 @@ def test_gradients_of_sampled_images() -> None:
 
 @pytest.mark.extra
 def test_repeats_by_a_size_of_the_call() -> None:
-    """Repeats with a dynamic size as count. Bloom repeats its slopes for each sequence. Experts allocate memory of a dynamic size."""
+    """`repeat` and `empty_permuted` with a dynamic size, as in Bloom and in mixtures of experts."""
 
     class Repeated(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Random modules of ops on odd inputs: results, dtypes and gradients, compared with torch, on 1 and 2 ranks in the interpreter.
+"""Random modules of ops on odd inputs: results, dtypes and gradients, compared with torch, on 1 or 2 ranks in the interpreter.
 
-Inputs may be transposed, strided or expanded, and may have dims of size 1 or 0. Modules write to copies. In some modules, two layers share
-a weight.
+Inputs may be transposed, strided or expanded, and may have dims of size 1 or 0. Some modules write to a copy of a
+tensor. In some modules, two layers share a weight.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def test_results_and_gradients_are_those_of_torch(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_equal_maxima_on_several_ranks_share_the_gradient(dim: int, dtype: Any) -> None:
-    """The maxima of small integers are equal in many places. All sums are exact."""
+    """With small integers, the maximum often occurs several times."""
 
     class Largest(nn.Module):
         def __init__(self) -> None:
