@@ -139,7 +139,7 @@ def expect_same(modules: dict[str, nn.Module], inputs: Sequence[torch.Tensor], p
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-3, msg=lambda why, name=name: f"{name}: {why}")
 
 
-# By default, training is on 2 ranks and inference on 1 rank. The slow tests swap these numbers.
+# Fast tests train on 2 ranks and infer on 1 rank. Slow tests swap these numbers.
 numbers_of_ranks = pytest.mark.parametrize(("trained", "inferred"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 
 
