@@ -1,4 +1,4 @@
-"""Docstrings, comments and pages are plain: they begin with a verb or a noun phrase, and their sentences are short."""
+"""Docstrings, comments and pages have short sentences without unusual words, and do not begin with a word of FRAGMENTS."""
 
 import ast
 import io

@@ -1,4 +1,4 @@
-"""Tests that must be alone on the GPUs wait for all running tests. No other test overtakes the waiting test."""
+"""A test that must be alone on the GPUs waits for all running GPU tests. No later GPU test overtakes the waiting test."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_test_is_alone(tmp_path: Path) -> None:
         assert all(runs(turn, 60) for turn in others)
         only = start("alone")
         deadline = time.monotonic() + 60
-        while not is_locked(tmp_path / "gate.lock"):  # `only` waits, and holds this lock.
+        while not is_locked(tmp_path / "gate.lock"):  # Once `only` waits, it holds this lock.
             assert time.monotonic() < deadline
         later = start("with others")
         for turn in others:

@@ -1,5 +1,4 @@
-"""Passes values of all kinds for each parameter of public functions. A function must accept the value, or raise an error of Hostweave with
-a reason."""
+"""Passes values of many kinds for each parameter of public functions. A function must accept the value, or raise a HostweaveError."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def named_in_the_reference() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def public() -> Iterator[dict[str, Callable[..., Any]]]:
-    """Public functions, public classes, and methods of one object of each class."""
+    """Public functions that do not return a Tensor, public classes, and methods of objects."""
     fusion = hw.fusion(x=hw.f32["M", "K"])(lambda x: x + 1)
     program, group = hw.compile(fusion), hw.init(group="of wrong kinds")
     objects = (MESH, TYPE, hw.f32, H200, fusion, program, group, hw.Threads(1), program.capture(X, group=group))

@@ -1,4 +1,4 @@
-"""Reference for `examples/transformer.py` in plain NumPy and float64: forward, and gradients by the chain rule."""
+"""Reference for `examples/transformer.py` in plain NumPy and float64: forward, and gradients of linears and MLPs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Measured times on 8 H200 of one host in milliseconds, of the slowest rank. Comments name times on 2 H200.
+"""Measured times on 8 H200 of one host in milliseconds, of the slowest rank. Comments mark times on 2 H200.
 
-A key of three numbers is rows x inner dim x columns of one rank. Sequential programs have a collective of NCCL 2.28 and a matmul of cuBLAS.
+A key of three numbers is rows x inner dim x columns of one rank. Sequential programs have a collective of NCCL and a matmul of cuBLAS.
 A pipeline sends and receives one shard in a group per iteration, on four streams. Only one parameter of the cost model was fitted to these
 times: the slowdown of communication kernels during matmuls. This parameter was fitted to the times of the pipelines.
 """

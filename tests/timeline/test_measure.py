@@ -1,4 +1,4 @@
-"""Measured timelines. In a separate program, every instruction with work is between two marks. This program gives the same results."""
+"""Measured timelines. A copy of the program has a mark before and after every instruction with work. The copy gives the same results."""
 
 from __future__ import annotations
 

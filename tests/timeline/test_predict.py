@@ -196,7 +196,7 @@ def test_names_are_the_users() -> None:
 
 
 def test_memory_is_in_use_from_allocate_to_deallocate() -> None:
-    """x and y have 4 MB each. The 4 MB of a are needed until b is computed."""
+    """x and y have 4 MiB each. The 4 MiB of a are needed until b is computed."""
     host = """host @f(%x: f32[M, M]) -> (%y: f32[M, M]) mesh() {
   %a = allocate f32[M, M]
   copy %x -> %a
@@ -315,7 +315,7 @@ HOSTS = replace(H200, network=NETWORK)
 
 
 def test_hosts_are_joined_by_their_network() -> None:
-    """Each of 16 ranks on two hosts receives half of the tensor from the other host, through 8 network ports."""
+    """16 ranks are on two hosts. Each host receives half of the tensor from the other host, through 8 network ports."""
     size, sizes = 2 * 65536 * 8192, {"M": 65536, "K": 8192, "N": 64}
     found = predicted_on(16, sizes, HOSTS)
     crossing, inside = 5e-6 + size / 2 / 8 / 45e9, H200.link("collective", 8).seconds(size * 15 / 16)
@@ -336,7 +336,7 @@ def predicted_on(ranks: int, sizes: dict[str, int], machine: Machine) -> Timelin
 
 
 def test_an_axis_within_hosts_does_not_use_the_network() -> None:
-    """The ranks of `tp` are on one host. The ranks of `dp` are on different hosts."""
+    """The 8 ranks along `tp` are on one host. The 2 ranks along `dp` are on different hosts."""
     x = hw.bf16["M@dp", "N@tp"]
     sizes = {"M": 8192, "N": 8192}
     slow = replace(H200, network=replace(NETWORK, bandwidth=1e9))

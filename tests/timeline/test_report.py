@@ -33,7 +33,7 @@ def report() -> Report:
 
 
 class Page(HTMLParser):
-    """Collects the resources that a page would load, and the text outside of scripts."""
+    """Collects the resources that a page would load, and the text outside of scripts and styles."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -90,7 +90,7 @@ def test_boxes_of_one_track_do_not_overlap(report: Report) -> None:
         if "compute" in box.get("class", ""):
             x = float(box.get("x", 0))
             tracks.setdefault(box.get("y", ""), []).append((x, x + float(box.get("width", 0))))
-    # Each rank has two tracks: the stream of the loop's matmuls, and the caller's stream with the kernel after the loop.
+    # Each rank computes in two tracks: the stream of the loop's matmuls, and the caller's stream with the kernel after the loop.
     assert len(tracks) == 4
     for spans in tracks.values():
         assert all(end <= start + 0.02 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))

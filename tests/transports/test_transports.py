@@ -26,7 +26,7 @@ MAIL = replace(
 
 
 def by_mail(program: HostProgram, *names: str) -> HostProgram:
-    """Returns the program with a new transport, `mail`, on its channels."""
+    """Returns the program with a new transport, `mail`, on the named channels."""
     changed = [replace(channel, transport=MAIL) if channel.name in names else channel for channel in program.channels]
     return replace(program, channels=tuple(changed))
 
