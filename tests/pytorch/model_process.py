@@ -1,4 +1,4 @@
-"""One rank of models of transformers, and of a module of DTensors. torchrun starts this script. The rank uses a GPU if there is one.
+"""Runs one rank of models of transformers, and of a module of DTensors. torchrun starts this script. The rank uses a GPU if there is one.
 
 For each model, rank 0 prints a line if the results equal torch's results on one device.
 

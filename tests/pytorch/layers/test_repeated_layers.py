@@ -336,8 +336,8 @@ def test_layers_that_use_more_of_a_cache_are_traced() -> None:
 
 
 def test_untraced_layers_call_the_function_with_their_parameters() -> None:
-    """A layer that was not traced passes its parameters to the function of an equal layer. `traced` reports such layers, also with dynamic
-    sizes."""
+    """A layer that was not traced passes its parameters to the function of an equal layer. `traced` names the equal layer, also with
+    dynamic sizes."""
     module = of(2.0, 2.0, 2.0, 0.5)
     with torch.no_grad():
         model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))

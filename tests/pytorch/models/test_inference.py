@@ -47,7 +47,7 @@ BY_NAME = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in M
 
 @cache
 def model(name: str) -> Any:
-    """The model with this name, which all tests share."""
+    """The model with this name, and its inputs. Tests share them."""
     torch.manual_seed(1)
     return MODELS[name]()
 
@@ -104,7 +104,7 @@ def test_styles_of_torch_make_it_sequence_parallel() -> None:
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
 def test_parameters_are_read_in_place(plan: str) -> None:
-    """A weight that is sharded by columns is copied before each call."""
+    """Calls use new values of parameters, even if blocks of a weight are copies."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

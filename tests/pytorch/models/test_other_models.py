@@ -1,6 +1,6 @@
 """Models that transformers does not have. Losses and gradients of a step are compared with torch.
 
-Models run on 2 ranks, and with `-m slow` also on 1 rank.
+Models run on 2 ranks, and in slow tests on 1 rank.
 """
 
 from __future__ import annotations

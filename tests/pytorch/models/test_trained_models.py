@@ -1,4 +1,4 @@
-"""Training of several kinds of models: losses, gradients, and parameters after a step, compared with torch."""
+"""Training of several kinds of models: losses, gradients, and parameters after two steps, compared with torch."""
 
 from __future__ import annotations
 
