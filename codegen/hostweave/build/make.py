@@ -94,7 +94,8 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
 
     def run_one(command: list[str]) -> tuple[int, str]:
         result = run(command, folder=folder)
-        step_done(command[command.index("-o") + 1].removesuffix(".o"))
+        output = command[command.index("-o") + 1] if "-o" in command else command[-1]
+        step_done(output.removesuffix(".o"))
         return result
 
     with ThreadPoolExecutor(CORES) as pool:
