@@ -1,8 +1,9 @@
 """Measured times on 8 H200 of one host in milliseconds, of the slowest rank. Comments mark times on 2 H200.
 
-A key of three numbers is rows x inner dim x columns of one rank. Sequential programs have a collective of NCCL and a matmul of cuBLAS.
-A pipeline sends and receives one shard in a group per iteration, on four streams. Only one parameter of the cost model was fitted to these
-times: the slowdown of communication kernels during matmuls. This parameter was fitted to the times of the pipelines.
+A key of three numbers is rows x inner dim x columns of one rank. GATHER, SCATTER and REDUCE have times of a collective of NCCL and a matmul
+of cuBLAS, one after the other. A pipeline uses four streams. In each iteration, one group call of NCCL sends a shard and receives a shard.
+Only one parameter of the cost model was fitted to these times: the slowdown of communication kernels during matmuls. This parameter was
+fitted to the times of the pipelines.
 """
 
 GATHER = {
@@ -49,5 +50,5 @@ SCATTER_OF_TWO = {
 }
 # 2 H200: number of tokens -> milliseconds of a sequence-parallel layer of Llama 3 70B, with the chosen loops
 LAYER = {8192: 2.916, 2048: 0.815}
-# 2 H200: milliseconds of 8 layers with sharded weights
+# 2 H200: milliseconds of 8 layers, with replicated weights ("layers") or sharded weights
 WEIGHTS = {"layers": 3.35, "in sequence": 6.84, "by kernels": 5.11, "by copies": 3.74}

@@ -199,7 +199,7 @@ seeds from torch's generator"""
 
 
 def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: Any = None) -> torch.Tensor:
-    """Computes torch.Tensor.random_ by randint_like, because torch cannot print the op random.from."""
+    """Computes torch.Tensor.random_ by randint_like, because torch generates no Python code for the op random.from."""
     if generator is not None:
         raise ProgramError("random numbers of another generator are not supported; omit generator=")
     largest = 2 / torch.finfo(x.dtype).eps if x.is_floating_point() else 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
@@ -331,7 +331,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Marks each use of a detached value by an op that decompositions keep."""
+    """Inserts an op before each use of a detached value. Decompositions keep this op."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name == "aten.detach_.default":

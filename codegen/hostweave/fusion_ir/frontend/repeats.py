@@ -135,7 +135,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, body=tuple(ops))
 
     def take_as_given(self, run: CallRun) -> None:
-        """Moves reshards of a group's tensors into the function, because a group is not one buffer that a reshard could read."""
+        """Makes the function reshard its inputs if the tensors of a group are sharded otherwise. A reshard outside cannot read a group."""
         function = self.functions[run.function.name]
         names, reshards, inputs = set(function.values()), list[Op](), list(function.inputs)
         for at, value in enumerate(run.function.inputs):
@@ -264,6 +264,6 @@ class _Rewriting:
     def select(self, name: str) -> Op:
         stack, number = self.element[name]
         type, count = self.values[name].type, len(next(column for column, other in self.name_of.items() if other == stack))
-        if number >= count / 2 and not self.depth(count).is_int:  # the index counts from the end, so that no index depends on the depth
+        if number >= count / 2 and not self.depth(count).is_int:  # indices in the second half are negative: the last is -1 at any depth
             number -= count
         return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

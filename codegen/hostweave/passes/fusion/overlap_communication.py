@@ -129,8 +129,8 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """Moves all-reduces, followed by their consumers, to the end if the all-reduces overlap with nothing and no large op needs them. The
-    all-reduces can then be grouped."""
+    """In a body with matmuls or attention, moves all-reduces that overlap with nothing to the end, unless a large op needs them. Their
+    consumers follow. The all-reduces can then be grouped."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
     rest = list[Op]()
@@ -172,6 +172,6 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True for collectives outside of chunk loops. False on a mesh of some ranks: the other ranks would wait for an unrecorded event."""
+    """True for collectives outside of chunk loops. False on a mesh of some ranks, because the other ranks record no event."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None
