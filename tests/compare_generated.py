@@ -43,7 +43,7 @@ def git(*arguments: str) -> None:
 
 
 def emit_in(checkout: Path, folder: Path) -> None:
-    """Runs this script with the package and the programs of `checkout`. Option -S omits the finder of an editable install, because the
+    """Runs this script with the package and the examples of `checkout`. Option -S omits the finder of an editable install, because the
     finder would import the installed package."""
     path = os.pathsep.join([*(str(checkout / part) for part in ("codegen", "tests")), *sys.path])
     command = [sys.executable, "-S", "-P", __file__, "--emit", str(checkout), str(folder)]

@@ -70,7 +70,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
     """Returns True if the program is possible at the sizes of the generator. Fails if the results are wrong."""
     arrays = generator.arrays(plain, seed)
     if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
-        try:  # Calls with uneven sizes run this variant.
+        try:  # A call with uneven sizes runs a variant in which these sizes are ints.
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:

@@ -405,8 +405,8 @@ class Program:
         """Writes a CMake project that builds and runs the program without Python, on the CPU or on GPUs.
 
         The project also has a test that compares the results of all ranks with a computation on one device, if one device can do the
-        computation. With `wheel="cpu"` or "cuda", the folder is also a Python package for this target. `pip wheel` builds a wheel of
-        version `version` from the folder. The wheel does not need Hostweave.
+        computation. With `wheel="cpu"` or "cuda", the folder is also a Python package for this target. `pip wheel --no-deps` builds a
+        wheel of version `version` from the folder. The wheel does not need Hostweave.
 
         Raises ArgumentError for an unknown `wheel`, and for a folder that cannot be written or has other files with names of the project.
         Raises ProgramError if the program cannot be exported; the message says why.

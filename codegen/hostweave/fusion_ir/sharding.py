@@ -40,7 +40,7 @@ class ShardingRule:
     shapes: tuple[tuple[Dim, ...], ...]  # dims of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # required layouts of the operands, if they are stated, as for a function
+    taken: tuple[Layout, ...] | None = None  # required layouts of the operands, if stated (as for a call) or carried (as for a reshape)
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
         """True if dim `dim` of the result, and all dims of operands with the same label, can be split like `wanted`."""

@@ -9,7 +9,7 @@ gets
     distribute: a block transposes a tile
 
 With tiles, reads and writes of global memory are contiguous. The pass orders the dims of `keep` so that one result is contiguous along the
-first dim. All other accesses are then contiguous or constant along the last dim.
+first dim. All other accesses must then be contiguous or constant along the last dim.
 """
 
 from dataclasses import replace

@@ -166,8 +166,8 @@ class _Finder:
 
 
 def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Alternative, ...]:
-    """Alternatives for a candidate, fastest first. The number of chunks divides the extent of the dim. Loops over keys have at most one
-    chunk per rank."""
+    """Alternatives for a candidate, fastest first. The number of chunks divides the extent of a shard of the dim. Loops over
+    keys have at most one chunk per rank."""
     op, keys = candidate.reshard, candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
@@ -384,7 +384,7 @@ def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
     lengthens the live ranges of its operands.
     """
     needed = needed_by_large(ops)
-    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed one communication
+    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged`: number of late ops that have passed one needed communication
     clock = link = 0.0  # end of all computation and of all communication so far, in seconds
     ends: dict[str, float] = {}  # end of each communication
 

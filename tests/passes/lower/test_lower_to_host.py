@@ -52,7 +52,7 @@ fusion @f(%x: f32[M, 8]) {
   fill %y_after_2 with 1.0
 """,
     ),
-    "a concat and a pad of kernel results are kernels": (
+    "a concat and a pad of pointwise results are kernels": (
         """\
 fusion @f(%x: f32[M, 8]) {
   %h: f32[M, 8] = negative(%x)

@@ -142,7 +142,7 @@ def test_a_slice_beyond_the_size_of_a_call(take: Callable[[hw.Tensor], hw.Tensor
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_slices_of_slices_of_an_unknown_size(seed: int) -> None:
-    """Sizes of repeated slices are nested quotients, which have no common denominator."""
+    """Sizes of repeated slices are nested quotients, such as (M/3 - 1)/5."""
     cuts = Random(seed).choices([slice(None, None, 3), slice(1, None, 5), slice(None, None, 17), slice(1, None), slice(None, -1)], k=12)
     fusion = hw.fusion(x=hw.f32["M"])(lambda x: reduce(operator.getitem, cuts, x) * 2)
     assert type(fusion).parse(str(fusion)) == fusion

@@ -1,4 +1,4 @@
-"""Graphs that the application captures and launches, on the CPU target. Some launches fail or do not end."""
+"""Graphs that the application or `program.capture` captures, on the CPU target. Some launches fail or do not end."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_launch_that_does_not_end_is_seen(looked_before: bool) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_by_the_application_names_its_line() -> None:
-    """Rank 1 launches its graph too late. The position of rank 0 then names the line that waits. The test covers the first launch, the
+    """Rank 1 launches its graph late. The position of rank 0 then names the line that waits. The test covers the first launch, the
     second launch, and a launch after a call."""
     program, threads = mlp_on(2), hw.Threads(2)
     late = [threading.Event() for _ in range(3)]
@@ -253,7 +253,7 @@ def test_the_report_names_the_number_of_the_unfinished_call(before: int) -> None
 
 
 def test_a_rank_that_does_not_launch() -> None:
-    """The waiting rank raises the error of a late call."""
+    """Rank 0 waits for rank 1, and raises the time-out error of an ordinary call."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays, done = arrays_of(8), threading.Event()
 

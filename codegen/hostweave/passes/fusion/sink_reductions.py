@@ -40,7 +40,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of an op's result, and their type. Each rank applies the op to `operands`. The op reads the terms of operands in `summed`."""
+    """Terms of an op's result, and their type. Each rank applies the op to `operands`. For operands in `summed`, it reads
+    the terms instead of the sum."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -111,7 +112,7 @@ class _Sinking:
         """Edges of the flow graph. The cost of a cut is the cost of all reductions that the cut requires."""
         for name, op in self.sums.items():
             (source,) = op.tensors
-            if source in self.passing:  # An op applied to sums may have a partial result, which this reshard reduces.
+            if source in self.passing:  # If the op of `source` is applied to sums, this reshard remains.
                 yield TERMS, ("value", name), self.cost(self.types[source], name)
                 yield ("value", name), ("value", source), INFINITE
                 yield ("value", source), ("value", name), INFINITE

@@ -1,4 +1,4 @@
-"""Convolutions and their derivatives, as matmuls of weights with windows of images or, for groups of one channel, products and sums.
+"""Convolutions and their derivatives, as matmuls with windows of images or, for groups of one channel, products and sums.
 
 A `take` or a reshape reads all windows, so the number of ops does not depend on the kernel size.
 """
