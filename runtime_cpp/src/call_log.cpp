@@ -127,7 +127,7 @@ class CallSolver {
 }  // namespace
 
 struct CallLog::Calls {
-  mutable std::mutex mutex;  // guards all members except those that only the calling thread uses
+  mutable std::mutex mutex;  // guards the members from `calls` to `names`, and the logged ops
   Milestones milestones;
   std::deque<LoggedCall> calls;  // calls that may be unfinished
   int64_t made = 0, done = 0;
@@ -205,8 +205,8 @@ struct CallLog::Calls {
     }
   }
 
-  // Returns an unfinished launch by the application. If there is none, returns the first unfinished call. All calls before a
-  // started launch are done.
+  // Returns an unfinished launch by the application, because all calls before a started launch are done. If there is no such
+  // launch, returns the first unfinished call.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)

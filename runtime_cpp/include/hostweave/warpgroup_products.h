@@ -65,7 +65,7 @@ struct PhaseBarrier {
   }
 };
 
-// Index and parity of a stage in the cyclic sequence of stages that a block uses.
+// Counts uses of the stages, which a block uses cyclically. `parity` is the phase parity of the stage's barriers.
 template <int kStages>
 struct StageCount {
   unsigned count = 0;
@@ -84,8 +84,8 @@ __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Sets the number of registers of each thread if NVRTC compiles the kernel. Without optimisation, the assembler of nvcc 13.0
-// crashes on this instruction.
+// Sets the number of registers of each thread. Code of nvcc omits this instruction, because the assembler of nvcc 13.0 crashes on
+// it without optimisation.
 template <int kCount, bool kMore>
 __device__ void set_registers() {
 #ifdef __CUDACC_RTC__
@@ -119,7 +119,7 @@ class WarpgroupProducts {
   // Number of columns that a warpgroup stores at once. With kFew, these are all columns of the tile, because storing a tile takes
   // longer than multiplying the next tile.
   static constexpr int kStaged = kFew ? kColumns : 128;
-  // Ids of hardware barriers: kAllBarrier is for both warpgroups, and kOwnBarrier + i is for warpgroup i.
+  // Ids of hardware barriers: kAllBarrier is for both warpgroups that multiply, and kOwnBarrier + i is for one of them.
   static constexpr int kAllBarrier = 1, kOwnBarrier = 2;
 
  public:
@@ -279,7 +279,8 @@ class WarpgroupProducts {
     sync_warps(kAllBarrier, kGroupedThreads);
   }
 
-  // Stores `rows` rows through shared memory. One thread copies whole boxes. All threads copy the last rows of a group.
+  // Stores 64 rows through shared memory, or `rows` if they are fewer. One thread copies whole boxes. All threads copy the last
+  // rows of a group.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup_;
     const unsigned staged = stages_ + kStages * kBytes + warpgroup_ * (64 * kStaged * 2);

@@ -10,8 +10,8 @@
 #include "hostweave/hidden.h"
 #include "hostweave/memory_plan.h"
 
-// Calls that older NCCL versions lack. A program compiles and loads without these calls. `prepare` throws an error if a call is
-// missing.
+// Calls that older NCCL versions lack. A program compiles and loads without these calls. `prepare` throws an error if the program
+// needs a missing call.
 extern "C" {
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 27, 0)
 typedef struct ncclWindow_vidmem* ncclWindow_t;

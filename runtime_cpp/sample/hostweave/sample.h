@@ -27,12 +27,12 @@ struct Setting {
 // unknown names, and for values other than numbers of at least 1.
 void read(int argc, char** argv, const std::vector<Setting>& settings);
 
-// Runs `rank` for each rank on a separate thread. Exits the process if a rank throws, because the other ranks would wait for that
-// rank.
+// Calls rank(r) on a separate thread for each rank r. Exits the process if a call throws, because the other ranks would wait for
+// this rank.
 void run_ranks(int count, const std::function<void(int)>& rank);
 
-// A dim of a global tensor. A rank holds one of `shards` shards. In zigzag, rank r holds two of 2 * shards pieces: piece r from
-// the start, and piece r from the end.
+// A dim of a global tensor. A rank holds shard `index` of `shards`. In zigzag, the dim has 2 * shards pieces, and shard i
+// consists of piece i from the start and piece i from the end.
 struct Dim {
   int64_t size, shards = 1, index = 0;
   bool zigzag = false;
@@ -82,7 +82,7 @@ struct Tolerance {
 
 using Bytes = std::vector<char>;
 
-// A tensor in the memory of the current device. `twin` is the first rank with the same block. `is_here` is false if this rank has
+// A tensor in the memory of the current device. `twin` is a rank with the same block. `is_here` is false if this rank has
 // no block.
 class DeviceTensor {
  public:
