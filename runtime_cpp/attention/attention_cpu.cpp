@@ -27,7 +27,7 @@ void run_blocks(Kernel kernel, const AttentionKernel& p, int64_t blocks) {
 
 int64_t blocks_of(int64_t batch, int64_t heads, int64_t rows) { return batch * heads * ceil_div(rows, kAttentionTile); }
 
-// Memory that a call reads and writes.
+// Memory that a call reads or writes.
 struct Touched {
   std::vector<hw_cpu_range> ranges;
 

@@ -1,4 +1,4 @@
-// Attention by cuDNN graphs. The kernels of this package compute the problems that cuDNN does not support.
+// Attention by cuDNN graphs. The kernels of this package compute bias gradients, and the problems that cuDNN does not support.
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -52,11 +52,11 @@ cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const
                       stream);
 }
 
-constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // packed head sizes: multiples of the first number, at least the second
+constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // cuDNN gets packed heads of 32, 48, 64, ... elements
 
 // True for packed problems that cuDNN was observed to compute correctly. The gradient of the queries is wrong unless the head
-// size is a multiple of 16. Heads of size 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless the
-// elements of a token are contiguous: cuDNN multiplies the offsets of one head by the number of heads in the group.
+// size is a multiple of 16. Heads of size 16 once caused an illegal instruction. With grouped heads, the gradients of k and v are
+// wrong if heads are the outer dim and tokens the inner: cuDNN multiplies the sequence offsets by the number of heads in the group.
 bool packs(const AttentionProblem& p) {
   if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;
@@ -245,7 +245,7 @@ struct OnCuda : PlannedAttention {
   };
   const AttentionProblem whole;
   const AttentionKernels* kernels = nullptr;  // kernels of this package, if used
-  bool is_alone = false;                      // true if cuDNN computes nothing
+  bool is_alone = false;                      // true if the problem needs only `kernels`
   int64_t blind = 0;                          // leading rows that attend to no column
   int64_t columns = whole.k.rows;             // columns to which some row attends
   std::list<Part> parts;
@@ -256,7 +256,7 @@ struct OnCuda : PlannedAttention {
 
   void add_kernels(const AttentionOptions& options) {
     if (!options.kernels) {
-      throw ExecutionError("attention: cuDNN does not support these sizes: add `kernels` to the instruction");
+      throw ExecutionError("attention: cuDNN does not support this problem: add `kernels` to the instruction");
     }
     kernels = options.kernels;
     HW_CHECK(load_attention(*kernels));

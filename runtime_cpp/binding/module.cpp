@@ -78,7 +78,7 @@ namespace {
 
 const hw::ProgramTable& table() { return hw_program_table; }
 
-// Releases the GIL. Use it only for functions that access no Python objects except their arguments and result.
+// Releases the GIL while a function runs. Use it only for functions that access no Python objects.
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 // Deleter for objects that use devices and wait for other threads. The deleter releases the GIL, because those threads may need

@@ -150,7 +150,7 @@ cudaError_t cudaFree(void* pointer) { return release(pointer, false, "cudaFree")
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFreeHost"); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
-  // Like CUDA, does not block the host for a copy between device buffers. Blocks for all other copies.
+  // Like CUDA, does not block the host for a copy of this kind.
   return copy({dst, bytes, src, bytes, bytes, 1, kind}, nullptr, kind != cudaMemcpyDeviceToDevice);
 }
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
