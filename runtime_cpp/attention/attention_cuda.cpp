@@ -56,7 +56,7 @@ constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // cuDNN gets packed hea
 
 // True for packed problems that cuDNN was observed to compute correctly. The gradient of the queries is wrong unless the head
 // size is a multiple of 16. Heads of size 16 once caused an illegal instruction. With grouped heads, the gradients of k and v are
-// wrong if heads are the outer dim and tokens the inner: cuDNN multiplies the sequence offsets by the number of heads in the group.
+// wrong if heads are the outer dim and tokens the inner: cuDNN multiplies sequence offsets by the number of heads in the group.
 bool packs(const AttentionProblem& p) {
   if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;

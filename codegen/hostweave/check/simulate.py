@@ -238,7 +238,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], Operation
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        # The local buffer determines the number of bytes.
+        # The local buffer determines the number of bytes that a get reads.
         sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
         touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())

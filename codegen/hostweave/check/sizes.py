@@ -128,9 +128,9 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
     return chosen if fit_from(0) else None
 
 
-MIN_DIM, MIN_SHARD = 3, 2  # fewest elements of a dim, and of a shard
+MIN_DIM, MIN_SHARD = 3, 2  # fewest elements of an enlarged dim, and of its shards
 MAX_ENLARGED_ELEMENTS = 2**14  # up to this number of elements, dims are enlarged freely
-NEAR_FACTOR = 64  # largest factor, relative to the minimal sizes, at which a change of a condition is near
+NEAR_FACTOR = 64  # largest factor, relative to the minimal sizes, at which results are compared by default
 _MAX_ITERATIONS = 2**13  # most iterations of all loops at enlarged sizes, because the check keeps all operations in memory
 MAX_GROWTH = 1.5  # largest factor by which an enlarged dim may increase the number of elements beyond MAX_ENLARGED_ELEMENTS
 
@@ -178,7 +178,7 @@ def _changes(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, in
 
 
 def _factors(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, int]) -> dict[str, int]:
-    """Maps symbols to the smallest power of two by which a size must grow for the condition to change, if there is one."""
+    """Maps symbols to the smallest power of two by which the symbol must grow for the condition to change, if there is one."""
     found = {name: _factor_until_change(condition, name, RankSizes(smallest, program.mesh)) for name in _deciding_symbols(condition)}
     return {name: factor for name, factor in found.items() if factor > 1}
 
@@ -203,7 +203,7 @@ def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[st
 
 
 def _iterations(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
-    """Number of iterations of all loops, each counted once."""
+    """Sum of the numbers of iterations of all loops. Counts an inner loop once."""
     known = RankSizes(sizes, program.mesh)
     trips = (i.trips for body in bodies(program) for i in tree.walk(body.body) if i.trips is not None)
     return sum((count * count.divisor).bind(known) / count.divisor for count in trips)

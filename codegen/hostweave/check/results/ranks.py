@@ -1,6 +1,6 @@
 """Runs a host program on all ranks in one process, for all random inputs at once. Arrays have one sample per rank and seed (samples.py).
 
-The next rank is the ready rank that has executed the fewest operations. Ranks at one instruction compute it together if their layouts,
+Each step runs the ready rank that has executed the fewest operations. Ranks at one instruction compute it together if their layouts,
 sizes and numbers of executed operations are equal.
 """
 
@@ -105,7 +105,7 @@ class FieldRanks:
         progress = first.executed_count, first.is_posted
         same = [each for each in ready if (each.executed_count, each.is_posted) == progress and each.is_at(instruction)]
         if first.communications or len(same) == 1:
-            return same  # Sends and receives run rank by rank.
+            return same  # Communication runs rank by rank.
         packed, of_ranks = instruction.packed, self.instances.roots
         values = [self.local_sizes(name) for name in tree.names(instruction, "launch")]
         roots, found = of_ranks[first.rank], list[_Queue]()
@@ -311,7 +311,7 @@ class _Queue:
                 return
 
     def advance(self) -> None:
-        """Advances to the next operation. A communication takes two steps: the rank posts its data, then it receives."""
+        """Advances to the next step. A two-sided communication takes two steps: the rank posts its data, then it receives."""
         if self.communications and not self.is_one_sided and not self.is_posted:
             self.is_posted = True
         else:

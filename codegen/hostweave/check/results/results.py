@@ -59,7 +59,7 @@ class Difference:
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
-    """Number of seeds. Small programs and integers need more seeds, because only few numbers reveal a wrong bound of a comparison."""
+    """Number of seeds. More for small programs and integers: with few numbers, a wrong bound of a comparison seldom shows."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
@@ -329,7 +329,7 @@ def _named_values(fusion: Fusion, expected: Expected) -> OpsByName:
 
 @np.errstate(all="ignore")
 def _first_wrong_value(correct: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> Op | None:
-    """Op of the first value that differs between a fusion and the next stage."""
+    """Op of the first value that differs between a fusion and a later stage."""
     expected = Expected(correct, found.sizes, MULTIPLICATIVE_EXP, found.seeds)
     values = _named_values(correct, expected)
     if isinstance(stage, Fusion):

@@ -24,7 +24,7 @@ from hostweave.check.results import field
 Part = NDArray[Any]
 Number = int | float | bool | np.generic
 
-ROUNDING_TOLERANCE = 1e-9  # relative to 1 + the magnitude of a possible integer, or to the size of a sum that may be 0
+ROUNDING_TOLERANCE = 1e-9  # relative error at which a shadow counts as an integer, or a sum as 0
 
 
 class NeedsSingleSample(Exception):
@@ -68,7 +68,7 @@ class Samples:
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Samples:
-        """Applies a function to all parts. The function may only move elements."""
+        """Applies a function to all parts. The function must not compute with elements, but may select, copy and reorder them."""
         return type(self)(*map(function, self.parts))
 
     def sample(self, number: int) -> Samples:
