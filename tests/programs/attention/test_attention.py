@@ -1,4 +1,4 @@
-"""Attention as one instruction: results, allocations, copies and errors. PyTorch computes the expected results in float64."""
+"""Attention, mostly as one instruction: results, allocations, copies and errors."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.bf16), (2, hw.f16), (3, hw.f32), (4, hw.bf16)], ids=str)
 def test_lengths(ranks: int, dtype: DType) -> None:
-    """Keys beyond the length of a sequence are not read. A row without valid keys gives zeros."""
+    """Keys beyond the length of a sequence are ignored. A row that sees no keys gives zeros."""
     fusion = decode(ranks, dtype)
     sizes = {"B": ranks + 1, "C": 3, "S": 9, "T": 13, "V": 300}
     arrays = random_arrays(fusion, sizes, seed=ranks)

@@ -125,8 +125,8 @@ def in_zigzag(ranks: int, t: DType) -> Fusion:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "alternative"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
 def test_rows_in_zigzag(ranks: int, alternative: str) -> None:
-    """A rank computes half of the scores with the keys of another rank. It uses the first half of the keys, or the second half of its
-    rows."""
+    """With the keys of another rank, a rank computes only half of the scores. Either all rows use the first half of the keys, or the
+    second half of the rows uses all keys."""
     fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, choices={"@in_zigzag %k_gathered": alternative})
     program = compiled(fusion, options=options)
     arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)
@@ -137,7 +137,7 @@ def test_rows_in_zigzag(ranks: int, alternative: str) -> None:
         np.testing.assert_allclose(got, want, 1e-9, 1e-9)
     stages: dict[str, Any] = {}
     lower(fusion, options, stages.__setitem__)
-    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # The second adds casts to bf16.
+    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # The second stage adds casts to bf16.
         assert Fusion.parse(str(stages[name])) == stages[name]
         for got, want in zip(run_reference(stages[name], arrays), wanted, strict=False):
             np.testing.assert_allclose(got, want, precision, precision)
@@ -204,7 +204,7 @@ def test_stated_alternative() -> None:
 
 
 def test_p2p_has_one_block_per_stream() -> None:
-    """With p2p, the number of buffers for keys is the number of streams, for any number of ranks."""
+    """With p2p, each stream of a loop has one buffer for received keys and values, for any number of ranks."""
     host = lower(in_loops(8, hw.bf16, "p2p"), Options(streams=2))
     blocks = [i for i in tree.walk(host.body) if isinstance(i, ir.OnStream)]
     assert [sum(isinstance(i, ir.Recv) for i in tree.walk(block.body)) for block in blocks] == [1, 1]
@@ -214,8 +214,8 @@ def test_p2p_has_one_block_per_stream() -> None:
 
 
 def test_other_masks_see_all_keys_at_once() -> None:
-    """There is no loop if attention has a window, or if another op uses the gathered keys. There is also no loop if the number of chunks
-    is not the number of ranks."""
+    """Attention is not in a loop if it has a window, or if another op uses the gathered keys. It is also not in a loop if the number of
+    chunks is not the number of ranks."""
     options = Options(sizes={"S": 2**14})
     assert not lower(context_parallel(2, window=8), options).choices
     rows = "S@cp"

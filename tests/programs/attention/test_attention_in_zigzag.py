@@ -140,7 +140,7 @@ def causal(axes: str, ranks: int, size: str = "S") -> Fusion:
 
 
 def scores(host: HostProgram, rank: int) -> int:
-    """Number of scores that a rank computes, derived from the diagonals of the instructions."""
+    """Number of scores per head that a rank computes, derived from the diagonals of the instructions."""
     types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
     total = 0
     for i in tree.walk(host.body):

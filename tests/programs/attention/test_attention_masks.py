@@ -140,7 +140,7 @@ def test_gradients_of_biases_that_are_composed() -> None:
 
 
 def test_a_program_has_the_kernels_that_it_may_need() -> None:
-    """A program links the kernels of its dtype and head size only if it may need features that cuDNN lacks."""
+    """A program links attention kernels of this package only if it may need features that cuDNN lacks."""
 
     def libraries(t: DType, size: int, **how: Any) -> set[str]:
         @hw.fusion(mesh=hw.Mesh(x=2), q=t[4, "S@x", size], k=t[4, "S", size], bias=t["S@x", "S"], o=hw.i32["N"])
