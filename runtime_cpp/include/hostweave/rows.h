@@ -31,7 +31,7 @@ struct RegisterRow {
 
   HW_DEVICE const Elements& operator[](const Chunk& j) const { return values[j.number]; }
 };
-// A row that is reloaded at each use, because the row is unaligned or does not fit in registers.
+// A row whose elements are loaded again at each use.
 template <class Pointer, int kWidth>
 struct ReloadedRow {
   Pointer row;
@@ -39,7 +39,7 @@ struct ReloadedRow {
   HW_DEVICE auto operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
 };
 
-// A row whose values are computed again at each use.
+// A row whose elements are computed again at each use.
 template <class Compute>
 struct RecomputedRow {
   Compute compute;
@@ -164,8 +164,8 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
       return load_row(*this, row);
     }
   }
-  // Holds a row of values in registers if kWidth exceeds 1, and otherwise computes the values at each use. `compute` returns the
-  // vector of a chunk.
+  // Holds a computed row in registers if kWidth exceeds 1. Otherwise computes the elements at each use. `compute` returns the
+  // elements of a chunk.
   template <class Compute>
   HW_DEVICE auto hold(Compute compute) const {
     if constexpr (kWidth == 1) {
@@ -201,7 +201,7 @@ struct RowUpTo : ThreadGroup<0> {
   }
 };
 
-// A row of any length, reloaded at each use.
+// A row of any length, loaded or computed again at each use.
 template <int kNeighbours>
 struct LongRow : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;

@@ -125,7 +125,7 @@ template <bool kDescending, class T>
 __device__ void choose(BlockFibers block, Fiber<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-  __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // of_warps: number of equal keys in each warp
+  __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // of_warps: equal elements per warp
   const int64_t length = left;
   Key digits = 0, known = 0;  // known digits of the last selected element's key, and the mask of these bits
   bool all = false;           // true if all elements with these digits are selected
@@ -182,8 +182,8 @@ __device__ void choose(BlockFibers block, Fiber<T> x, int64_t left, uint64_t* ti
   });
 }
 
-// Widens n 32-bit indices in a half of `order` to 64 bits in place. Each round overwrites only indices that earlier rounds have
-// read.
+// Widens n 32-bit indices in a half of `order` to 64 bits in place. The order of the rounds ensures that no
+// index is overwritten before it is read.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
   const auto move = [&](int64_t begin, int64_t end) {

@@ -11,16 +11,16 @@ struct Standstill {
     int number = 0;  // in program.cpp; 0: none
     std::string call;
   };
-  // Dependency that the first unfinished op waits for.
+  // Dependency that the first unfinished op of a stream waits for.
   enum class Edge : int {
     none,         // the op runs, or its wait has ended
     event,        // an event that the line `from` of the same rank records
     call_before,  // an earlier call of this or another program
     signal,       // a signal of a peer
     credit,       // a peer has not consumed the previous signal
-    transfer,     // the peers have not reached the send or recv
+    transfer,     // a peer has not reached the send or recv
     collective,   // some ranks have not reached the collective
-    unknown,      // an op of a graph without milestones
+    unknown,      // an op of a graph, without a milestone (milestones.h)
   };
   struct Stream {
     std::string name;    // "caller", "ring[1]"

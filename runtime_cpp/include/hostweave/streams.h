@@ -19,7 +19,7 @@ class EventOfCall {
   cudaEvent_t event_;
 };
 
-// Overloads of CUDA's functions that also add the event to the call log.
+// Overloads of CUDA's functions that also add the record or wait to the call log.
 using ::cudaEventRecord;
 using ::cudaStreamWaitEvent;
 inline cudaError_t cudaEventRecord(EventOfCall event, cudaStream_t stream) {
@@ -67,8 +67,8 @@ class Events {
 class CallOrder {
  public:
   // `begin_call` and `end_call` enclose the work of a call. `begin_call` makes `caller` wait for the previous call, and
-  // `end_call` records the end of this call. In a capture, the wait and the record become nodes of the graph. So launches of the
-  // graph are ordered with calls. While this thread has an OfKernels, a capture gets no such nodes.
+  // `end_call` records the end of this call. In a capture, the first wait and each record become nodes of the graph. So launches
+  // of the graph are ordered with calls. While this thread has an OfKernels, a capture gets no such nodes.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
   // True if the current call is being captured.

@@ -60,8 +60,8 @@ class TermExchange {
 // Ends the waits of kernels of an aborted communicator.
 void abort_exchanges(ncclComm_t comm);
 
-// Like launch_pdl, for a kernel whose first argument is `Terms` of `count` elements. All thread blocks must be resident, because
-// thread blocks wait for thread blocks of other ranks.
+// Like launch_pdl, for a kernel whose first argument is `Terms` of `count` elements. Launches no more thread blocks than can be
+// resident at once, because thread blocks wait for thread blocks of other ranks.
 template <class Terms, class... Params, class... Args>
 cudaError_t launch_exchange(void (*kernel)(Terms, Params...), Grid grid, cudaStream_t stream, const TermExchange& exchange,
                             const typename Terms::Element* own, int64_t count, const Args&... args) {

@@ -4,12 +4,11 @@
 //
 // With peer access, an all-reduce (hw::Terms) sends the term of its rank to the peers in packets. A packet has eight bytes of
 // data; the number of the exchange follows each half. So the packet itself shows its arrival, without a separate flag (NCCL's LL
-// protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores larger blocks in the memory of the peers. Then the kernel
+// protocol). A reduce-scatter or all-gather (hw::LandedBlocks) stores blocks in the memory of the peers. Then the kernel
 // sets flags in this memory to the number of the exchange.
 //
 // Exchanges use two slots of memory alternately, so that a rank does not overwrite data that a peer still reads. A rank writes to
-// a slot again only after all peers have sent data through the other slot. A peer sends these data only after the peer has read
-// the first slot.
+// slot 0 again only after all peers have sent data through slot 1. A peer sends these data only after the peer has read slot 0.
 #pragma once
 #include <cstdint>
 
@@ -23,7 +22,7 @@ constexpr int64_t kExchangeBytes = int64_t{512} << 10;       // maximum bytes of
 constexpr int64_t kPacketBytes = 8;                          // bytes of a term per packet
 constexpr int64_t kPackets = kExchangeBytes / kPacketBytes;  // packets per rank and slot
 constexpr int64_t kBlockBytes = int64_t{8} << 20;            // maximum bytes of the blocks of all ranks
-constexpr int64_t kPartBytes = 1024;                         // minimum bytes of a part of a block
+constexpr int64_t kPartBytes = 1024;                         // minimum average bytes per part, if a block has several parts
 constexpr int kParts = 256;                                  // maximum number of parts of a block; each part has a flag
 
 template <class T, int kCount>
@@ -102,7 +101,7 @@ struct Terms {
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends the term of this rank to all peers, unless NCCL has gathered the terms. The last thread block to finish increments the
+  // Sends the term of this rank to all peers, unless NCCL has gathered the terms. The last thread block that sends increments the
   // exchange number. A thread issues several loads before its first store, so that the latencies of the loads overlap.
   HW_DEVICE void begin() {
     if (gathered) return;
@@ -188,7 +187,7 @@ struct TermsAt {
 
   HW_DEVICE TermsAt operator+(int64_t further) const { return {terms, first + further}; }
 
-  // Not inlined, because kernels with scalar access call this function often.
+  // Not inlined, because kernels with scalar access call this function in many places.
   HW_NOINLINE T element() const { return requested<1>().received()[0]; }
 
   template <int kCount>
@@ -459,8 +458,8 @@ struct LandedBlocksAt {
   }
 };
 
-// Address whose alignment decides if vector accesses are possible. The address depends on the size of a block, because a vector
-// must not cross the end of a block.
+// Address whose alignment decides if vector accesses are possible. The bits of a block's size are included, because a
+// vector must not cross the end of a block.
 template <class T, int kRanks, bool kSums>
 HW_DEVICE const void* address_of(const LandedBlocks<T, kRanks, kSums>& blocks) {
   return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(blocks.own) | blocks.count * sizeof(T));

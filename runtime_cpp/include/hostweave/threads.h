@@ -12,7 +12,7 @@ constexpr int kTileRows = kBytes == 1 ? 2 * kTransposed : kTransposed;
 constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose; while one block waits, other blocks load and store
 constexpr int kFiberParts = 32;  // threads that share a fiber; each element belongs to one thread
 constexpr int kTile = 32;        // columns per tile of a column reduction
-constexpr int kSorted = 2048;    // elements that a block sorts in shared memory
+constexpr int kSorted = 2048;    // maximum elements that a block sorts in shared memory
 
 constexpr int kFewRows = 8;           // maximum rows of a matmul that the few-rows kernels compute
 constexpr int kFewScaledRows = 16;    // the same for a matmul of 8-bit floats with scales
