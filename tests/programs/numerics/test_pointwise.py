@@ -49,7 +49,7 @@ def values(dtype: DType) -> torch.Tensor:
 
 
 def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
-    """Reference by torch, or by NumPy for divisions. Floats are computed in float64, and rounded to the dtype of the result."""
+    """Reference by torch or NumPy. Floats are computed in float64, and rounded to the dtype of the first operand."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
     # NumPy is the reference, because torch raises an error for integer division by 0.
@@ -98,7 +98,7 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
 
 
 def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
-    """Every 30011th f32 from `low` to `high`. By default, these values have every exponent."""
+    """Every 30011th f32 from `low` to `high`, so several with each exponent."""
     found = np.arange(0, 2**32, 30011, dtype=np.uint64).astype(np.uint32).view(np.float32)
     return found[(found >= low) & (found <= high)]
 
@@ -108,7 +108,7 @@ RANGES = {
     **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), (0, np.inf)),
     **dict.fromkeys(("asin", "acos", "atanh"), (-1, 1)),
     **{"log1p": (-1, np.inf), "acosh": (1, np.inf)},
-    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # For smaller x, exp(-x) is infinite and the result is 0, as in torch.
+    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # Below -88.7, exp(-x) is infinite and the result is 0, as in torch.
 }
 MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # These functions round several times, or use tanh of glibc.
 OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]

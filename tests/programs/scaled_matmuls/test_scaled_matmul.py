@@ -1,4 +1,4 @@
-"""Scaled matmuls of 8-bit floats: granularities of scales, shardings, chunk loops, epilogues, and composed products."""
+"""Scaled matmuls of 8-bit floats: granularities of scales, shardings, chunk loops, epilogues, and fallbacks to other matmuls."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Array = np.ndarray[Any, Any]
 NUMPY = {hw.f8e4m3: ml_dtypes.float8_e4m3fn, hw.f8e5m2: ml_dtypes.float8_e5m2}
 KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
 M, K, N = 24, 3072, 256
-FOUR = pytest.param(4, marks=pytest.mark.slow)  # Programs for 2, 3 and 8 ranks have every kind of iteration.
-TWO = pytest.param(2, marks=pytest.mark.slow)  # test_quantised_rows_are_sent_with_their_scales has 2 ranks.
+FOUR = pytest.param(4, marks=pytest.mark.slow)  # 2, 3 and 8 ranks cover all code paths of the loops.
+TWO = pytest.param(2, marks=pytest.mark.slow)  # test_quantised_rows_are_sent_with_their_scales covers 2 ranks.
 OTHERS = [("row", 24), ("block", "M")]  # (kind of scales, number of rows) that are tested only with `-m slow`
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 
@@ -321,7 +321,7 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
 
 
 def test_sizes_that_tensor_cores_do_not_support() -> None:
-    """A product is composed if K or N is an int that is not a multiple of 16. Other values of K and N must be multiples of 16."""
+    """If K or N is an int that is not a multiple of 16, casts and a matmul replace the scaled matmul. Symbolic sizes must be multiples."""
 
     @hw.fusion(a=hw.f8e4m3["M", 24], w=hw.f8e4m3[20, 24], s=hw.f32["M", 1], t=hw.f32[1, 20])
     def odd(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

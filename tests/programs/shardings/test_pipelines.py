@@ -71,7 +71,7 @@ LINE = Mesh(x=3)
 
 @hw.fusion(mesh=LINE, x=hw.f32["M@x", "N"], v=hw.f8e4m3["K", "M@x"].on(LINE.ranks([0, 1])))
 def uneven(x, v):
-    """An all_to_all, a reduce_scatter, an all_gather of packed blocks, and a move between meshes that both split the dim."""
+    """An all_to_all, a reduce_scatter, an all_gather of packed blocks, and a move between two meshes that both split M."""
     columns = hw.reshard(x, "M", "N@x")
     moved = hw.reshard(v, "K", "M@x", mesh=LINE.ranks([2, 1, 0]))
     return columns, hw.reshard(hw.sum(x, axis=0), "N@x"), hw.reshard(columns + 1, "M", "N"), moved
