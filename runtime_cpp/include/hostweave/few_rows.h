@@ -22,7 +22,7 @@ __device__ bool is_wide(const FewRows<T, kCount>& p) {
   return is;
 }
 
-// Streaming load of 16 bytes, without a prefetch into L2. With the prefetch, the kernel takes 8% longer.
+// Streaming load of 16 bytes. An L2 prefetch qualifier would make the kernel slower.
 __device__ inline uint4 stream_in(const void* from, bool exists) {
   uint4 v{0, 0, 0, 0};
   if (exists) {
@@ -53,7 +53,7 @@ __device__ uint2 four_terms(const uint4& v, int i, T) {
   return {word(v, 2 * i), word(v, 2 * i + 1)};
 }
 
-#ifdef __CUDA_FP8_H__  // Kernels without 8-bit floats omit cuda_fp8.h, because this header compiles slowly.
+#ifdef __CUDA_FP8_H__  // Kernels without 8-bit floats omit cuda_fp8.h, because cuda_fp8.h compiles slowly.
 
 // 8-bit floats are multiplied as f16. The conversion to f16 is exact.
 __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, f8e4m3) {
@@ -82,8 +82,8 @@ __device__ void store_group(Sums& sums, ProductSums& into, int group, int rows) 
   }
 }
 
-// Sums of a warp over a block of columns, kDepth terms per step. A thread reads 16 bytes at a time: the same terms of both
-// operands.
+// Sums of a warp over a block of columns, kDepth terms per step. In a step, a thread reads the same terms of both operands,
+// 16 bytes at a time.
 template <class T, bool kTransposed, int kGroups = 1>
 struct WideSums {
   static constexpr int kTerms = 16 / sizeof(T), kDepth = 4 * kTerms, kSums = 16 * kGroups;
@@ -130,7 +130,7 @@ struct WideSums {
       }
     }
   }
-  // Operand of the tensor core: two columns, and terms 4 i to 4 i + 3.
+  // This thread's part of a tensor core operand: two columns, and terms 4 i to 4 i + 3.
   __device__ static uint4 weights_of(const uint4 (&w)[8], int i, int pair) {
     if constexpr (kTransposed) {
       const uint2 even = four_terms(w[2 * pair], i, T()), odd = four_terms(w[2 * pair + 1], i, T());

@@ -164,7 +164,7 @@ HW_DEVICE void inverse_order(Group group, Fiber<T> x, Fiber<int64_t> y) {
 
 // Sorts elements by their group x[i]. An element has a group if x[i] is from 0 to kGroups - 1. Writes three lists to y: the end
 // of each group, the indices of the elements in sorted order, and the position of each element in this order. Elements without a
-// group have position 0. Unused indices are 0.
+// group have position 0. The rest of the second list is 0.
 template <class U>
 struct GroupOrder {
   Fiber<U> y;
@@ -271,8 +271,8 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 }
 #endif
 
-// Calls write(i, position) for each source element i whose destination index[i] is on this rank. One thread makes all writes to a
-// destination, in the order of i.
+// Calls write(i, index[i] - rows.first) for each source element i whose destination index[i] is on this rank. One thread makes
+// all writes to a destination, in the order of i.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Fiber<const int64_t> index, Rows rows, Write write) {
 #ifdef __CUDACC__
@@ -302,7 +302,7 @@ HW_DEVICE void scatter(Group group, Fiber<const T> x, Fiber<const int64_t> index
   for_each_sent(group, index, rows, [&](int64_t i, int64_t position) { y[position] = source[i]; });
 }
 
-// y[i] is the sum of the source elements with global index rows.first + i. The sum is rounded to T after each addition.
+// y[i] is the sum of source[j] over all j with index[j] == rows.first + i. The sum is rounded to T after each addition.
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Fiber<const int64_t> index, Fiber<const T> source, Rows rows, Fiber<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);

@@ -1,5 +1,5 @@
-// Tiles of grouped matmuls. A block may process several tiles of the result. The sizes of the groups are in device memory.
-// GroupWalk finds the group of a tile by a prefix sum over these sizes.
+// Tiles of grouped matmuls. A block may process several tiles of the result. The bounds of the groups are in device memory.
+// GroupWalk finds the group of a tile by a prefix sum over the numbers of tiles per group.
 #pragma once
 #include "hostweave/grouped_problem.h"
 #include "hostweave/grouped_tiles.h"
@@ -41,8 +41,8 @@ __device__ inline void set_position(int position, int down, int across, int& row
 }
 
 // Finds tiles of the result by number. Call `find` with increasing numbers, on all threads of a warp. Numbers are below 2^31,
-// because larger results do not fit in memory. If each thread block processes few tiles, tiles that are at most half full have
-// the highest numbers. This order balances the load.
+// because larger results do not fit in memory. If each thread block processes few tiles, tiles with at most half of their rows
+// have the highest numbers, to balance the load.
 class GroupWalk {
  public:
   __device__ GroupWalk(const GroupedProblem& p, int tile_rows, int tile_columns)

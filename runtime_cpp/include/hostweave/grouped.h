@@ -19,15 +19,16 @@ inline size_t bytes_of(cudaDataType_t dtype) { return dtype == CUDA_R_64F ? 8 : 
 void load_grouped(const GroupedTypes& types, const GroupedProblem& problem);
 cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& problem, cudaStream_t stream);
 
-// Group e contains the global rows starts[e] to ends[e] - 1. The first row of the operands is global row `first`. Groups
+// Group e contains the global rows starts[e] to ends[e] - 1. In `multiply`, row 0 of x is global row `first`. Groups
 // do not overlap, and non-empty groups are in the order of their rows.
 class GroupedPlan {
  public:
   GroupedPlan(Rank&, cudaDataType_t operands, cudaDataType_t result) : types_{operands, result} {}
 
-  // If `other` is [E, K, N], multiplies each group of rows of x [T, K] by one of the E matrices. The result is [T, N]; rows
-  // without a group are zeros. If `other` is [T, N], multiplies the transposed rows of x by the rows of `other`, group by group.
-  // The result is [E, K, N]; the results of empty groups are zeros. Throws ExecutionError if no kernel supports the layouts.
+  // If `other` is [E, K, N], `multiply` will multiply group e of the rows of x [T, K] by matrix e. The result is [T, N]; rows
+  // without a group are zeros. If `other` is [T, N], `multiply` will multiply, for each group, the transposed rows of x by the
+  // rows of `other`. The result is [E, K, N]; the results of empty groups are zeros. Throws ExecutionError if no kernel supports
+  // the layouts.
   void prepare(const Strided& x, const Strided& other, const Strided& result);
 
   // Uses the shapes of the last prepare.

@@ -27,7 +27,7 @@ __device__ inline int64_t limited(int64_t i, int64_t most) { return i < 0 ? 0 : 
 template <class T>
 struct Operand {
   const T* at;
-  int64_t pitch, count;  // number of rows of a, or number of columns of b
+  int64_t pitch, count;  // count: rows of the left operand, or columns of the right operand
 };
 
 // A tile of the result. The tile begins at element `at`, and is the product of the rows of a and the columns of b.
@@ -50,7 +50,7 @@ struct SharedTile {
     return at + row * kColumns + turned * 8;
   }
 
-  // Starts to copy `rows` x `columns` elements. The rest of the tile becomes zeros.
+  // Copies `rows` x `columns` elements, asynchronously if `wide`. The rest of the tile becomes zeros.
   __device__ void copy(const T* from, int64_t pitch, int64_t rows, int64_t columns, bool wide) const {
 #pragma unroll
     for (int i = threadIdx.x; i < kRows * kChunks; i += kGroupedThreads) {

@@ -15,12 +15,12 @@ constexpr int64_t ceil_div(int64_t a, int64_t n) { return -floor_div(-a, n); }
 constexpr int64_t smaller(int64_t a, int64_t b) { return b < a ? b : a; }
 constexpr int64_t clamped(int64_t i, int64_t low, int64_t high) { return i < low ? low : smaller(i, high); }
 
-// First of the n indices that the rank at `rank_in_group` holds.
+// First index that the rank at `rank_in_group` holds, or n if the rank holds none.
 constexpr int64_t local_begin(int64_t n, int64_t ranks, int64_t rank_in_group) {
   return smaller(rank_in_group * ceil_div(n, ranks), n);
 }
 
-// Number of the n indices that the rank at `rank_in_group` holds.
+// Number of indices that the rank at `rank_in_group` holds.
 constexpr int64_t local_size(int64_t n, int64_t ranks, int64_t rank_in_group) {
   return clamped(n - rank_in_group * ceil_div(n, ranks), 0, ceil_div(n, ranks));
 }

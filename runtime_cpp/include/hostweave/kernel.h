@@ -124,13 +124,13 @@ HW_DEVICE bool aligned(const Arrays&... arrays) {
   return (reinterpret_cast<uintptr_t>(address_of(arrays)) | ...) % 16 == 0;
 }
 
-// The first column of the vector that a thread computes. Threads after the end compute the last columns again, and store nothing.
+// The first column of the vector that a thread computes. Threads past the last column compute the last vector again, and store
+// nothing.
 struct Column {
   int64_t index;
   bool stores_;
 
   HW_DEVICE operator int64_t() const { return index; }
-  // True if this thread stores the result.
   HW_DEVICE bool stores() const { return stores_; }
 };
 
@@ -183,7 +183,7 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// These functions distribute a loop over 0..n over the threads of the grid, the blocks of the grid, or the threads of a block.
+// These functions divide indices 0 to n - 1 among the threads of the grid, the blocks of the grid, or the threads of a block.
 // Adjacent threads get adjacent vectors of kWidth elements, so that accesses are coalesced. kWidth divides n.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
@@ -195,14 +195,14 @@ __device__ Walk<int64_t> over_threads(int64_t n) {
   return {int64_t{threadIdx.x} * kWidth, n, int64_t{blockDim.x} * kWidth};
 }
 
-// Distributes columns 0..n over blocks, in tiles. In a tile, adjacent threads own adjacent vectors of kWidth columns.
+// Divides columns 0 to n - 1 among blocks, in tiles. In a tile, adjacent threads own adjacent vectors of kWidth columns.
 template <int kWidth = 1>
 __device__ Columns<kWidth> over_columns(int64_t n) {
   constexpr int kThreads = kTile / kWidth;
   const int in_tile = threadIdx.x % kThreads * kWidth;
   return {int64_t{blockIdx.x} * kTile, n, int64_t{gridDim.x} * kTile, in_tile, threadIdx.x < kThreads};
 }
-// Distributes rows 0..n over the threads of a block that own the same columns.
+// Divides rows 0 to n - 1 among the threads of a block that own the same columns.
 template <int kThreads, int kWidth = 1>
 __device__ Walk<int64_t> over_rows(int64_t n) {
   constexpr int kAside = kTile / kWidth;
