@@ -12,7 +12,7 @@ namespace {
 
 using AnyCode = std::variant<cudaError_t, ncclResult_t, cublasStatus_t>;
 
-// Last error of a thread. `text` describes the error with code `text_of`. Errors with other codes are described by their names.
+// Last error of a thread. `text` describes the error with code `text_of`. Other codes have fixed texts.
 struct LastError {
   cudaError_t cuda = cudaSuccess;
   AnyCode text_of;

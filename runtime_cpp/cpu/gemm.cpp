@@ -170,7 +170,7 @@ Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double
   return {CUDA_R_64F, std::max<std::int64_t>(scales.k, 1), memory.data()};
 }
 
-// Splits a large D along its longer side. There is at most one block per idle worker, and one block for the calling thread.
+// Splits a large GEMM along the longer side of D. There is at most one block per idle worker, and one for the calling thread.
 void in_blocks(const Gemm& g, void (*run_block)(const Gemm&)) {
   constexpr std::int64_t narrowest = 64, worthwhile = 2 << 20;
   const bool by_column = g.n >= g.m;

@@ -81,7 +81,7 @@ std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "
 
 bool is_8_bit(const Layout& layout) { return layout.type == CUDA_R_8F_E4M3 || layout.type == CUDA_R_8F_E5M2; }
 
-// Returns the reason why cuBLASLt on Hopper does not support a matmul of 8-bit floats, or null.
+// Returns why a matmul of 8-bit floats is not supported, or null. The rules are those of cuBLASLt on Hopper, except for `few`.
 const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, const Layout& d) {
   const auto of_blocks = [](std::int32_t mode) {
     return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
@@ -94,7 +94,7 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, c
   // True for matmuls that few-rows kernels of the runtime can compute instead of cuBLASLt (hw::kFewScaledRows).
   const bool few = b.cols <= 16 && a.type == CUDA_R_8F_E4M3 && b.type == CUDA_R_8F_E4M3;
   if (desc.mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F && b.cols % 4 != 0 && !few)
-    return "with block scales of rows that 4 does not divide";
+    return "with block scales, and a number of rows that 4 does not divide";
   if (desc.epilogue & CUBLASLT_EPILOGUE_BIAS && d.type == CUDA_R_32F) return "of 8-bit floats with a bias of f32";
   return a.batch_count > 1 ? "of batches of 8-bit floats" : nullptr;
 }
@@ -116,7 +116,7 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
   if (desc.scale != (all_double ? CUDA_R_64F : CUDA_R_32F)) return blas_not_supported("cublasLtMatmul with this scale type");
   for (const Layout* layout : {&a, &b, &c, &d}) {
     const auto rows = static_cast<std::int64_t>(layout->rows), cols = static_cast<std::int64_t>(layout->cols);
-    if (layout->ld < rows) return invalid("a leading dimension smaller than the matrix");
+    if (layout->ld < rows) return invalid("a leading dimension smaller than the number of rows");
     if (std::max({rows, cols, layout->ld}) > INT_MAX) return blas_not_supported("a dimension of 2^31 or more");
   }
   const bool ta = desc.transpose_a != CUBLAS_OP_N, tb = desc.transpose_b != CUBLAS_OP_N;

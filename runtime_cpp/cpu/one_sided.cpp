@@ -152,8 +152,8 @@ struct Registration {
   std::uint64_t offset, bytes;
 };
 
-// For processes: shares the memory of this rank, and maps the memory of all ranks. Returns null on failure. Sets `why` unless the
-// machine has failed.
+// For processes: shares the memory of this rank, and maps the memory of the other ranks. Returns null on failure. Sets `why`
+// unless the machine has failed.
 std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, char* memory, std::size_t bytes,
                                                    std::string& why) {
   Machine& machine = Machine::get();

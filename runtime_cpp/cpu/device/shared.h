@@ -31,7 +31,7 @@ int new_shared_file(std::size_t bytes);    // -1 on failure
 // Maps a file of another process of this host. Returns null on failure, for example if that process has ended.
 Mapping map_shared(const SharedFile& file, std::size_t bytes);
 
-// Bytes to send to a peer, or to receive from a peer. A message consists of consecutive pieces.
+// Bytes to send to a peer, or to receive from a peer.
 struct Piece {
   char* data;
   std::size_t bytes;

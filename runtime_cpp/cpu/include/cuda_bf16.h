@@ -1,4 +1,4 @@
-// __nv_bfloat16 with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's header.
+// __nv_bfloat16 with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's header. A double is first rounded to float.
 #pragma once
 #include <bit>
 #include <cstdint>

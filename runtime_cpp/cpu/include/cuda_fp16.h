@@ -1,4 +1,4 @@
-// __half with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's header.
+// __half with the layout, rounding (nearest even) and NaN (0x7fff) of CUDA's header. A double is first rounded to float.
 #pragma once
 #include <bit>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The part of CUDA's driver_types.h that Hostweave's programs use, with the values and layouts of CUDA.
+// The part of CUDA's driver_types.h that Hostweave's programs use, with the values of CUDA.
 #pragma once
 
 typedef enum cudaError {

@@ -18,8 +18,8 @@ enum hw_cpu_mode {
 
 enum hw_cpu_picker {
   HW_CPU_MIXED = 0,    // the seed chooses one of the pickers below, usually PCT
-  HW_CPU_UNIFORM = 1,  // chooses uniformly among the candidates
-  HW_CPU_PCT = 2,      // random priorities that change at a few random moments (Burckhardt et al., 2010)
+  HW_CPU_UNIFORM = 1,  // chooses uniformly among the threads and streams that can run
+  HW_CPU_PCT = 2,      // random priorities, which may change at random moments (Burckhardt et al., 2010)
   HW_CPU_HOSTS = 3     // rank threads before streams, so that every op runs as late as possible
 };
 
@@ -32,10 +32,10 @@ typedef struct hw_cpu_config {
   int processes = 0;             // 1: each rank is a process of this host with one device; parallel mode only
   int workers = 0;               // worker threads in parallel mode; 0 means one per core
   int ordered_launches = -1;     // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed (yes in
-                                 // parallel mode). NCCL runs ops in this order; 0 finds programs that depend on the order.
+                                 // parallel mode). Processes always use 1; 0 finds programs that depend on the order.
   int buffered_sends = -1;       // a send may end before its recv begins: 1 yes, 0 no, -1 by the seed (no in parallel mode)
   int check_dependencies = -1;   // report unordered conflicting accesses: 1 yes, 0 no, -1 in seeded mode only
-  double timeout_seconds = 120;  // a deadlock is reported after this time without progress, if a host thread waits
+  double timeout_seconds = 120;  // a wait of a host thread reports a deadlock after this time without progress
 } hw_cpu_config;
 
 // Resets the device to this configuration: clears failures, schedules, histories, and the counts of ops and steps. Streams,
@@ -54,7 +54,7 @@ int hw_cpu_detach(void);
 int hw_cpu_barrier(int participants);
 // Lets other threads and streams run. Call hw_cpu_pause in a loop that polls a condition unknown to the device.
 int hw_cpu_pause(void);
-// Reports a failure outside the device. Then every blocked or later call of every rank fails, until hw_cpu_configure.
+// Reports a failure outside the device, which stops all ranks: until hw_cpu_configure, calls that wait, enqueue or allocate fail.
 void hw_cpu_abort(const char* reason);
 
 // Fault injection: makes the nth following call of the function `call` fail, on any thread. `call` is "cudaMalloc",
@@ -86,9 +86,9 @@ typedef struct hw_cpu_counters {
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.
 uint64_t hw_cpu_live_matmuls(void);
-// For tests of tuning. After hw_cpu_set_algorithms, the heuristic returns `count` algorithms. All algorithms compute the same
-// result; later algorithms are faster. hw_cpu_runs_of_algorithm returns how often an algorithm has run since the last
-// hw_cpu_set_algorithms.
+// For tests of tuning. After hw_cpu_set_algorithms, the heuristic returns at most `count` algorithms (1 to 8). All algorithms
+// compute the same result; later algorithms are faster. hw_cpu_runs_of_algorithm returns how often an algorithm has run since the
+// last hw_cpu_set_algorithms.
 void hw_cpu_set_algorithms(int count);
 uint64_t hw_cpu_runs_of_algorithm(int algorithm);
 
@@ -112,8 +112,8 @@ cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(voi
 // graph increments `word`.
 cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 
-// Binary signals of the `peer` transport. hw_cpu_set_signal waits until the peer has consumed the previous signal.
-// hw_cpu_take_signal waits for a signal and consumes the signal. Both also work in graphs.
+// Binary signals of the `peer` transport. Both calls enqueue an op, also in graphs. The op of hw_cpu_set_signal waits until the
+// peer has consumed the previous signal. The op of hw_cpu_take_signal waits for a signal and consumes the signal.
 ncclResult_t hw_cpu_set_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 ncclResult_t hw_cpu_take_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 
@@ -124,8 +124,8 @@ void hw_cpu_split(size_t count, void (*run)(void* closure, size_t i), void* clos
 void hw_cpu_multiply(const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, bool b_transposed, float* c,
                      int64_t c_pitch, int64_t m, int64_t n, int64_t k, float beta);
 
-// For kernels: row-major c[m, n] = a[m, k] b[k, n]. Sums are f64 for f64 operands, and f32 for other floats. A transposed
-// operand is column-major. Idle workers help.
+// For kernels: row-major c[m, n] = a[m, k] b[k, n]. Sums are f64 for f64 operands, and f32 for f32, f16 and bf16. A
+// transposed operand is column-major. Idle workers help.
 void hw_cpu_product(cudaDataType_t operands, const void* a, int64_t a_pitch, bool a_transposed, const void* b, int64_t b_pitch,
                     bool b_transposed, cudaDataType_t result, void* c, int64_t c_pitch, int64_t m, int64_t n, int64_t k);
 
