@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-# (module, training) -> export. The key omits inputs and dynamic shapes. So all tests that use `exported_once` must export a module with
-# equal inputs and shapes. An export takes longer than the rest of a compilation.
+# (module, training) -> export. The key omits inputs and dynamic shapes. So tests that use `exported_once` must not export a module twice
+# with different inputs or shapes. An export takes longer than the rest of a compilation.
 _EXPORTED: dict[Any, Any] = {}
 
 

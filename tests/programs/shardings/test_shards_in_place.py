@@ -23,7 +23,7 @@ CASES = [(ranks, is_turned, transport) for ranks in (2, 3, 4, 8) for is_turned i
 
 
 def layers_of(ranks: int, is_turned: bool) -> hw.Fusion:
-    """Two residual MLP blocks. Weights are sharded by columns, plain or transposed as in PyTorch."""
+    """Two residual MLP blocks. Weights are sharded by columns, or stored transposed as in PyTorch and sharded by rows."""
     up, down = (hw.f32["N@dp", "K"], hw.f32["K@dp", "N"]) if is_turned else (hw.f32["K", "N@dp"], hw.f32["N", "K@dp"])
     types = {"up_0": up, "down_0": down, "up_1": up, "down_1": down}
 
@@ -40,7 +40,7 @@ def layers_of(ranks: int, is_turned: bool) -> hw.Fusion:
 
 
 def options_of(ranks: int, transport: str) -> hw.Options:
-    """Options with which every matmul processes the shards of its gathered weight one after another."""
+    """Options with which matmuls process gathered weights shard by shard."""
     names = ("up_0", "down_0", "up_1", "down_1") if ranks > 1 else ()
     choices = {f"@layers %all_{name}": f"{WAYS[transport]}({ranks})" for name in names}
     return hw.Options(sizes=SIZES, machine=SLOW, transport=transport, choices=choices)
@@ -88,7 +88,7 @@ def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
 @pytest.mark.parametrize("transport", WAYS)
 @pytest.mark.parametrize("sizes", [{"N": 50}, {"M": 45}, {"K": 25}, {"M": 1, "N": 7, "K": 5}], ids=str)
 def test_sizes_that_ranks_do_not_share_evenly(sizes: dict[str, int], transport: str) -> None:
-    """A call with uneven sizes first gathers all shards into one buffer. If the stated N is uneven, the choices in `options` are
+    """If a weight has uneven shards, a call first gathers it into one buffer. If the stated N is uneven, the choices in `options` are
     refused."""
     fusion, options = layers_of(4, is_turned=False), options_of(4, transport)
     arrays = arrays_of({**SIZES, **sizes}, is_turned=False)

@@ -63,7 +63,7 @@ def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
 
 
 def from_the_end(mesh: hw.Mesh) -> Fusion:
-    """Indices and slices count from the end of a dim. Variances divide by the number of elements."""
+    """Indices and slices count from the end of a dim. Variances divide by the number of elements minus one."""
 
     @hw.block(x=hw.f32["M", "K"])
     def last(x):  # type: ignore[no-untyped-def]
@@ -159,7 +159,7 @@ def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         captured()
 
     threads.run(on_rank)
-    assert len(alive()) <= 2 + 4 * 2  # There are variants for `run`, and for the group of each rank.
+    assert len(alive()) <= 2 + 4 * 2  # `run` keeps 2 variants, and so does each of 4 ranks.
     program.close()
 
 

@@ -24,7 +24,7 @@ from hostweave.pipeline import lower
 RANKS, TRANSPORTS = (1, 2, 3, 4, 8), ("auto", "two_sided", "peer", "one_sided")
 ROWS = (5, 7, 12)  # rows of each shard
 QUICK = [*((n, rows) for n in (1, 2, 3) for rows in (5, 12)), (8, 5)]  # Other pairs are similar, and run with -m slow.
-# For each transport, pairs of (ranks, rows). Transport auto covers all algorithms, so the other transports run for few pairs.
+# Pairs of (ranks, rows) that run without -m slow. Transport auto covers all algorithms, so the other transports have few pairs.
 WITH = {"auto": QUICK, "two_sided": [(3, 5)], "peer": [(2, 12), (3, 12)], "one_sided": [(1, 5), (2, 5), (8, 5)]}
 CASES = [
     pytest.param(n, rows, transport, marks=[] if (n, rows) in WITH[transport] else [pytest.mark.slow])
@@ -160,7 +160,7 @@ def test_on_two_gpus(make: Callable[..., Fusion], algorithm: str | None) -> None
 
 
 def test_a_loop_for_the_rest() -> None:
-    """With 5 rows per shard and 2 chunks, one loop computes chunks of 3 rows. A second loop computes chunks of 2 rows."""
+    """Each shard of 5 rows has a chunk of 3 rows and one of 2 rows. One loop computes the larger chunks, and a second loop the smaller."""
     text = str(lower(gathered(2, 10, 4, "p2p"), hw.Options()))
     assert "%x_gathered_i = slice %x_gathered[0: 3 from %p * 5]" in text
     assert "%x_gathered_i_2 = slice %x_gathered[0: 2 from %p * 5 + 3]" in text

@@ -1,7 +1,7 @@
 """Removes or changes one synchronisation of a program, and counts how many of these mutants the proof of order rejects.
 
-`PYTHONPATH=tests python tests/programs/synchronization/sync_mutants.py` prints the table of docs/check-tests.md. The programs are those of
-`test_mutations.py` and `test_one_sided_mutations.py`. These tests also run the accepted mutants, whose results must be right.
+`PYTHONPATH=tests python tests/programs/synchronization/sync_mutants.py` prints a table of docs/check-tests.md. Most programs of
+`test_mutations.py` and `test_one_sided_mutations.py` are included. These tests also run the accepted mutants, whose results must be right.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Programs without one of their records, waits, forks or joins.
 
 A mutant lacks one synchronisation, and runs on the CPU device. The caller's stream writes inputs and reads outputs. Several calls are in
-flight, and outputs and temporaries are NaN before each call. If the static check rejects the mutant, some schedule must give wrong
-results, and the device must report a race. Otherwise, all schedules must give right results. Mutants without the order of channels
-(TURNS) are an exception: they may deadlock, but give right results.
+flight, and outputs and temporaries are NaN before each call. If the static check rejects the mutant, one of the tried schedules must give
+wrong results, and one must report a missing dependency. Otherwise none may do so. Mutants without the order of channels (TURNS) are an
+exception: they may deadlock, but give right results.
 """
 
 from __future__ import annotations

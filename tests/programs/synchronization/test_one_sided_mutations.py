@@ -1,7 +1,7 @@
 """Each put, get, signal and wait is necessary, and so are its peer, position, signal number and count.
 
 The check rejects each mutant that is not known to be correct. For two small programs, some schedule of the CPU device fails too. The
-proof of order does not cover values, so no mutant has a wrong source address of a get.
+proof of order does not cover values, so no mutant changes the position from which a put or get reads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
         for what, new in changes_of(host, i):
             yield f"{i.lines()[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
         for name in (i.dst,) if isinstance(i, ir.Put | ir.Get) else ():
-            while name in views:  # These are views of the buffer on the peer or on this rank.
+            while name in views:  # A put writes to a view on the peer, and a get to a view on this rank.
                 view = walked[views[name]]
                 where = "start" if isinstance(view, ir.Slice) else "index" if isinstance(view, ir.Select | ir.Chunk) else ""
                 if where and getattr(view, where) != Const(0):

@@ -26,7 +26,7 @@ PROGRAM = """host @steps(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(ring[3]) 
 
 @pytest.mark.parametrize("index", ["%i * 3 - 1", "%i * 3 - 4", "0 - 3 * %i - 1"])
 def test_a_negative_index_of_a_stream(index: str) -> None:
-    """All iterations are on one stream, so there is no race. With the remainder of C++, two streams would use the same memory."""
+    """All iterations are on one stream, so there is no race. With the remainder of C++, some indices would be negative."""
     program = HostProgram.parse(PROGRAM.format(index=index))
     check(program)
     x = np.arange(8, dtype=np.float32)

@@ -1,4 +1,5 @@
-"""Models of transformers with dynamic batch and sequence. Each is compiled once, and compared with torch at many sizes."""
+"""Models of the transformers package with a dynamic batch and, except for ViT, a dynamic sequence length. Each model is compiled once per
+mesh, and compared with torch at many sizes."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_at_many_sizes(name: str, ranks: int, splits_sequence: bool) -> None:
     plan = dict(PLANS[name]) if ranks > 1 else {}
     plan |= {"layers.*": "-, tp, -"} if splits_sequence else {}
     model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, inputs, dynamic_shapes=shapes)
-    sizes = [(b, 2 * s) if splits_sequence else (b, s) for b, s in SIZES if not splits_sequence or s <= 16]  # These sizes make shards even.
+    sizes = [(b, 2 * s) if splits_sequence else (b, s) for b, s in SIZES if not splits_sequence or s <= 16]  # Lengths are even.
     for batch, sequence in sizes if name != "vit" else sizes[::4]:
         arguments = given(name, batch, sequence)
         with torch.no_grad():
