@@ -58,7 +58,7 @@ bool Traffic::done() const {
   return std::ranges::all_of(out, empty) && std::ranges::all_of(in, empty);
 }
 
-// The shared memory of a communicator. The OS fills new shared memory with zeros.
+// Header of a communicator's shared memory. The rings follow. The OS fills new shared memory with zeros.
 struct SharedGroup::Segment {
   struct Seat {
     alignas(kLine) std::atomic<std::uint32_t> bell;  // incremented when something changes for this rank
@@ -68,7 +68,7 @@ struct SharedGroup::Segment {
   std::atomic<std::int32_t> size;  // set by the rank that joins first
   std::atomic<std::int32_t> arrived;
   Seat seats[kRanks];
-  std::atomic<std::uint64_t> signals[kRanks][kRanks][kCounts];  // given signals by sender, receiver and number
+  std::atomic<std::uint64_t> signals[kRanks][kRanks][kCounts];  // signals given so far: [sender][receiver][signal number]
 };
 
 // Ring buffer from one rank to another.

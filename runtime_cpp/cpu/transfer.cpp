@@ -16,7 +16,7 @@ constexpr std::size_t kAtOnce = 2048;                      // elements per step,
 using Inputs = std::vector<const void*>;
 using Outputs = std::vector<void*>;
 
-// Reduces elements begin..end of all inputs. An output may be an input, because each piece is read before it is written.
+// Reduces elements begin..end of all inputs. An output may be an input, because each step reads all inputs before it writes.
 template <class T, class A, class Combine, class Finish>
 void reduce_pieces(const Inputs& inputs, const Outputs& outputs, std::size_t begin, std::size_t end, Combine combine,
                    Finish finish) {

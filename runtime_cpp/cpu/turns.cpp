@@ -96,7 +96,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
   return false;
 }
 
-// Called by a thread that detaches and has the turn. Executes steps until the picker chooses a thread, or no thread is attached.
+// Passes the turn of a detaching thread to the next thread. First executes the steps of streams that the picker chooses.
 void Machine::pass_turn_on(Lock& lock) {
   while (!failed_ && !attached_.empty()) {
     const std::vector<Candidate> all = choices(nullptr);

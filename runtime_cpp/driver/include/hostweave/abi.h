@@ -1,4 +1,4 @@
-// Interface between the binding and a generated program. binding.cpp of the program defines one table of entry points.
+// Interface between the driver and a generated program. binding.cpp of the program defines one ProgramTable.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace hw {
 
 class Rank;
 
-// View of an array in the table. With std::span, a binding takes twice as long to compile.
+// View of an array in a ProgramTable. With std::span, a binding takes twice as long to compile.
 template <class T>
 class List {
  public:
@@ -67,12 +67,12 @@ struct Calls {
   Arguments inputs, outputs;
   void* (*create)(Rank& rank);  // creates streams, events and plans; finds this rank's channels
   void (*destroy)(void* program);
-  // Checks dtypes and sizes of the inputs, allocates memory, makes plans, and returns the local output shapes. Every rank
+  // Checks dtypes and sizes of the inputs, allocates memory, prepares the plans, and returns the local output shapes. Every rank
   // prepares before any rank runs.
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
-  // Enqueues the program in order on `caller`, for inputs of the prepared shapes.
+  // Enqueues the program, ordered with the work on `caller`. The inputs have the prepared shapes.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
-  // begin_call and end_call enclose the work of a call on `caller`; see CallOrder. `run` calls both.
+  // begin_call and end_call enclose the work of a call on `caller`; see CallOrder. `run` calls both. A graph launch needs both.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
   cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
   // Returns part `part` of the memory for temporaries, or null if there are fewer parts.
@@ -93,7 +93,7 @@ struct ProgramTable {
 
 constexpr int kAbi = 12;
 
-// Reinterprets an array of tensors as the Inputs or Outputs struct of a program. Code that initialises hundreds of members one by
+// Copies an array of tensors to the Inputs or Outputs struct of a program. Code that initialises hundreds of members one by
 // one would compile slowly.
 template <class Named>
 Named named(const Tensor* tensors) {

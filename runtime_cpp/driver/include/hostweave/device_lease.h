@@ -22,11 +22,12 @@ struct Schedule {
 };
 
 // RAII lease of the devices for one party. A party is the ranks of one group in this process; these ranks share the lease. Other
-// parties wait, because two parties on the same devices could deadlock. Ranks of the party with another schedule also wait. The
-// first lease of a party configures the devices. On CUDA, calls of a single rank take no lease.
+// parties wait, because two parties on the same devices could deadlock. Ranks of the party with another schedule also wait. A
+// lease configures the devices if no other lease exists. On CUDA, Member::Use takes no lease.
 class DeviceLease {
  public:
-  // Waits for the lease, for at most `seconds`. After a timeout, or in a release, the object holds no lease.
+  // Waits for the lease, for at most `seconds` if set. Holds no lease after a timeout, or on a thread
+  // that runs a function passed to `free`.
   DeviceLease(const std::string& party, const Schedule& schedule, int ranks, std::optional<double> seconds = {});
   ~DeviceLease();
   DeviceLease(DeviceLease&&) = delete;
@@ -41,7 +42,7 @@ class DeviceLease {
 
   // Calls `release`, which frees device resources, while no party holds a lease: now if possible, otherwise later on another
   // thread. On CUDA, always calls `release` now. Does not wait for leases, because other ranks may wait for the calling
-  // rank. Releases run in FIFO order.
+  // rank. Deferred releases run in FIFO order.
   static void free(std::function<void()> release);
 
  private:

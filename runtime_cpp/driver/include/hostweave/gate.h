@@ -1,4 +1,4 @@
-// Starts calls of all ranks at the same time, for `measure`.
+// Starts calls of all ranks at the same time, for StagedCalls::measure.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -123,8 +123,8 @@ class Instance {
   std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
   // Calls the program with contiguous arrays of the shapes of the last `prepare`. The inputs are the bound inputs of the table,
   // and `inputs`. On CUDA, only enqueues the work. On the CPU target, also waits for the work of this rank. If `graphs` requests
-  // a graph for new arrays, captures the call first. If `caller` is being captured, adds the call to that capture. Throws
-  // CaptureError if a capture fails; the program remains usable.
+  // a graph that does not exist yet, captures the call first. If `caller` is being captured, adds the call to that capture.
+  // Throws CaptureError if a capture fails; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
   // Captures a call as a graph. Throws CaptureError if the capture fails.
@@ -134,7 +134,7 @@ class Instance {
 
   // Runs `work` in one Member::Use. StagedCalls makes several calls in `work`. A failure stops the other ranks.
   void in_use(const Schedule& schedule, const std::function<void()>& work);
-  // Sets the arrays for the next `make_call`.
+  // Sets the arrays of the next calls.
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Logs a call, and enqueues the call by `work`.
   void make_call(cudaStream_t caller, const std::function<void()>& work);
@@ -148,7 +148,7 @@ class Instance {
   // functions.
   CallLog::State progress();
   Standstill standstill();
-  // Number of calls whose graphs are cached.
+  // Number of cached graphs.
   int64_t graphs() const;
   // Number of calls whose arrays differed from the arrays of all recorded calls. Calls with Graphs::never do not count.
   int64_t unseen() const { return unseen_; }

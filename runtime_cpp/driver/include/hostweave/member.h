@@ -44,14 +44,14 @@ class Member {
   ~Member();
   Member(Member&&) = delete;
 
-  // Device of the rank with index `local` on its host. Throws ExecutionError if CUDA finds no GPU.
+  // Device of rank `index`, which is rank `local` of its host. Throws ExecutionError if CUDA finds no GPU.
   static int device_for(int64_t index, int64_t local);
 
   Rank& rank() { return rank_; }
   int device() const { return rank_.device(); }
 
-  // Process groups of the program without a channel. Throws ArgumentError if the program and the group have different numbers of
-  // ranks.
+  // Process groups of the program that have no channel yet. Throws ArgumentError if the program and the group have different
+  // numbers of ranks.
   std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
   // Makes an id for the process group of this key.
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);

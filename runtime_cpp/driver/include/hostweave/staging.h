@@ -1,4 +1,5 @@
-// Calls of a program on one rank, with arrays in any memory. Arrays that are not on the device of the rank are copied.
+// Calls of a program on one rank, with arrays in host or device memory. Misaligned arrays, and arrays that are not on the rank's
+// device, are copied.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -37,11 +38,11 @@ class StagedCalls {
   // Allocates memory for these calls, and copies inputs from other GPUs. The arrays must have the prepared shapes. All
   // ranks prepare before any rank runs.
   void prepare(std::vector<Call> calls);
-  // Enqueues all calls, and then waits until the calls are done. Copies inputs and outputs on the stream of the calls. With
-  // `poison`, first fills outputs and temporaries with NaN on that stream.
+  // Enqueues all calls, and waits until they are done. Copies inputs and outputs on the stream of the calls. With `poison`, fills
+  // outputs and temporaries with NaN before each call.
   void run(const Schedule& schedule, bool poison);
-  // Times `repetitions` repetitions of the first call, after `warmups` untimed repetitions. All ranks start each repetition
-  // together. The times exclude copies of arrays.
+  // Times `repetitions` repetitions of the first call, after `warmups` untimed repetitions. All ranks start each timed
+  // repetition together. The times exclude copies of arrays.
   std::vector<Timing> measure(const Schedule& schedule, int warmups, int repetitions, Gate& gate);
 
  private:
