@@ -1,5 +1,5 @@
 """Models that are split into stages and compiled as pipelines. Loss and gradients are compared with torch on one device. Also tests the
-order of stages."""
+order of the passes of each schedule."""
 
 from __future__ import annotations
 

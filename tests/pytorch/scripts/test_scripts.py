@@ -52,7 +52,7 @@ def errors_of(output: Path) -> Path:
 
 
 def forked(folder: Path, variables: list[dict[str, str]], script: Path, *arguments: str) -> list[str]:
-    """Lines that a script prints on the CPU. Each element of `variables` is the environment of one process."""
+    """Lines that a script prints on the CPU. Each element of `variables` is for one process, which adds it to its environment."""
     files = [folder / f"output_{number}" for number in range(len(variables))]
     processes = [FORKS.Process(target=run_script, args=([str(script), *arguments], *own)) for own in zip(variables, files, strict=True)]
     with pytest.MonkeyPatch.context() as patch:

@@ -123,7 +123,7 @@ def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
 
 
 def test_options_that_schedules_change() -> None:
-    """The learning rate and betas are not constants of the program, so they may change. The learning rate starts at 0."""
+    """The learning rate and betas are not constants of the program, so they may change. The first learning rate of LambdaLR is 0."""
     expect_steps(OF_TORCH["nesterov"], 2, schedule=lambda one: LambdaLR(one, lambda at: at / 3))
     expect_steps(OF_TORCH["adam"], 2, schedule=lambda one: OneCycleLR(one, 0.1, total_steps=9))
 
