@@ -1,4 +1,4 @@
-"""Causal bf16 attention, forward and backward, compared with torch with cuDNN.
+"""Causal bf16 attention, forward and backward: on one GPU compared with torch with cuDNN, and on two GPUs with one GPU.
 
 Cases of Llama 3 8B have 32 heads of queries and 8 heads of keys. Cases of Llama 3 70B at TP 8 have 8 heads of queries and one head of keys
 per rank. Other cases shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has one piece of each half of the
@@ -27,7 +27,7 @@ CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
 TORCH_TIMES = 1.03  # largest allowed ratio to torch's time
 SHARED = 32768  # rows that are sharded over two GPUs
-ROUNDS = 3  # number of rounds of equally many calls; each round copies the arrays to the GPUs again
+ROUNDS = 3  # number of rounds, and of calls per round; each round copies the arrays to the GPUs again
 SPEEDUP = 1.7  # smallest allowed speed-up of two GPUs over one GPU
 
 Attend = Callable[[], Any]
@@ -193,7 +193,7 @@ def _back(x: hw.Tensor) -> hw.Tensor:
 
 
 def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
-    """Forward and backward pass by torch with cuDNN. Repeats the key heads beforehand if this cuDNN does not support grouped heads."""
+    """Forward and backward pass by torch with cuDNN. Repeats the heads of k and v beforehand if torch refuses grouped heads."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -40,7 +40,7 @@ def _all_of(call: str, peer: str, count: str) -> str:
     return call.format(at="0", count=count, peer=peer)
 
 
-# For each name: the types of x and y, the instruction, and the NCCL calls for pointers x and y of N bytes per rank.
+# For each name: the types of x and y, the instruction, and the NCCL calls. N in the calls is N of the types.
 COMMUNICATIONS = {
     "all_gather": (BLOCK, WHOLE, "all_gather %x -> %y on x", "HW_CHECK(ncclAllGather(x, y, N / {ranks}, ncclUint8, comm, caller));"),
     "all_reduce": (EACH, WHOLE, "all_reduce sum %x -> %y on x", "HW_CHECK(ncclAllReduce(x, y, N, ncclUint8, ncclSum, comm, caller));"),

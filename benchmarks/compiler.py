@@ -1,4 +1,4 @@
-"""Time of compilation: import, lowering, growth with the number of ops, checks, compilation with an empty cache, load from the cache."""
+"""Time of compilation: import, lowering, growth with the number of ops, checks, compilation without the cache, load from the cache."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def chain_seconds(length: int) -> float:
 
 
 def build_seconds(name: str, target: str) -> tuple[float, float, bool]:
-    """Seconds of a compilation into a cache that has only the runtime, and seconds of a load from this cache. The third value is True if
-    the program has kernels."""
+    """Seconds of a compilation if the cache has the runtime, and seconds of a load from this cache. The third value is True if the program
+    has kernels."""
     programs = {**programs_in(load_file(EXAMPLES / "seeds.py")), **programs_in(load_file(EXAMPLES / "single_device.py"))}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
@@ -140,8 +140,7 @@ print(time.perf_counter() - started)
 
 
 def cold_seconds(fusion: hw.Fusion, target: str) -> tuple[float, float]:
-    """Seconds to lower, check and compile into a cache that has only the runtime. The second number is for the same program with another
-    constant."""
+    """Seconds to lower, check and compile if the cache has the runtime. The second number is for the same program with another constant."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
         _ = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target).folder

@@ -3,7 +3,7 @@
 - products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of Llama 3: 70B at TP 8, per rank, and 8B
   on one GPU. Both matmuls are CUDA graphs.
 - layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. The peers are
-  Hostweave in bf16, and torch's _scaled_mm, compiled without and with asynchronous tensor parallelism.
+  Hostweave in bf16, and torch.compile without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank, as medians over
@@ -51,7 +51,7 @@ def main(names: Sequence[str]) -> None:
             print("layer: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            ours = next(iter(times))  # The first name is the case, and Hostweave's variant.
+            ours = next(iter(times))  # The first call is that of Hostweave in 8-bit floats.
             print(f"{name}: {report.line(times, [ours])}", flush=True)
 
 
@@ -179,8 +179,7 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _expect_near_of_8_bits(got: Any, wanted: Any) -> None:
-    """Compares results with a tolerance for different scales. torch computes the scale of a row from the columns of one rank, and Hostweave
-    from the whole row."""
+    """Compares results with a tolerance for rounding to 8-bit floats."""
     assert float((got - wanted).float().norm()) <= 0.1 * float(wanted.float().norm())
 
 

@@ -1,7 +1,7 @@
 """A compiled program as a Python module that does not need Hostweave.
 
-`run` takes global arrays and runs all ranks in this process. `World` and `Program` are for one rank per process. If TARGET is "cpu", ranks
-are simulated, and arrays are NumPy arrays. If TARGET is "cuda", arrays are PyTorch tensors.
+`run` takes global arrays and runs all ranks in this process. `World` and `Program` are for one rank per process. If TARGET is "cpu",
+devices are simulated, and arrays are NumPy arrays. If TARGET is "cuda", arrays are PyTorch tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Parameter:
     name: str
     type: str  # with the sharding, such as bf16[M@x, K]
     dtype: str  # name in NumPy and PyTorch
-    blocks: tuple[tuple[tuple[int, tuple[int, ...]], ...] | None, ...]  # per rank and dim: (number of pieces, pieces of the rank)
+    blocks: tuple[tuple[tuple[int, tuple[int, ...]], ...] | None, ...]  # by rank and dim: (number of pieces, own pieces)
     memory: str  # the donated input whose memory an output overwrites, or ""
     at: int  # position in the struct of the C API
 
@@ -99,7 +99,7 @@ def _call(function: str, *arguments: Any) -> None:
         raise ValueError(text) if status == 1 else RuntimeError(text)
 
 
-_ranks_are = ""  # "threads" or "processes"; "" until the first world or run
+_ranks_are = ""  # "threads" or "processes"; "" until one is used
 
 
 def _decide(what: str, function: str, *arguments: Any) -> None:
@@ -123,7 +123,7 @@ class World:
     """One of the RANKS ranks. Creating a World or a Program is collective: every rank takes part."""
 
     def __init__(self, id: bytes, rank: int, device: int | None = None):
-        """Joins the world with this id. `device` is a GPU of this host; the default is number `rank`. A simulated rank ignores `device`."""
+        """Joins the world with this id. `device` is a GPU of this host; the default is number `rank`. The CPU target ignores `device`."""
         _decide("processes", "hw_use_processes")
         self._join(id, rank, 0 if TARGET == "cpu" else rank if device is None else device)
 
@@ -152,8 +152,8 @@ class Program:
         """Allocates memory and makes plans for arrays of these shapes. All ranks must prepare.
 
         A call prepares first if its shapes differ from the last prepared shapes. `global_shapes` gives, by name, the global shapes of
-        inputs whose dims are not divided evenly among the ranks. Raises ValueError if an array has the wrong dtype, shape or device, and
-        RuntimeError for other failures.
+        inputs whose dims are not divided evenly among the ranks. Raises ValueError if the arrays do not fit INPUTS, and RuntimeError for
+        other failures.
         """
         inputs = self._tensors(INPUTS, arrays, global_shapes or {})
         _call(f"{NAME}_prepare", self._handle, inputs, self._shapes)
