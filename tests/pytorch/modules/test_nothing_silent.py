@@ -1,4 +1,5 @@
-"""Cases in which results could differ from torch without an error: gradients, written weights, and modules changed after compilation."""
+"""Cases in which results could differ from torch without an error, such as gradients, written weights, and modules changed after
+compilation."""
 
 from __future__ import annotations
 
@@ -380,7 +381,7 @@ def test_an_attribute_that_is_set_on_the_compiled_module(training: bool) -> None
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_compiled_module_cannot_be_copied(copied: Any, fullgraph: bool) -> None:
-    """The `__deepcopy__` of a torch.fx.GraphModule would copy only the original module."""
+    """copy.deepcopy must not use the `__deepcopy__` of the original torch.fx.GraphModule, which copies only this module."""
     x = torch.ones(2, 4)
     model = hostweave.torch.compile(torch.fx.symbolic_trace(nn.Linear(4, 4)), hw.Mesh(tp=1), {}, (x,), fullgraph=fullgraph)
     with pytest.raises(ArgumentError, match="cannot be copied or pickled; copy or save the original module, and compile it after loading"):
@@ -400,7 +401,7 @@ def test_a_tied_parameter_that_is_replaced_in_one_module(name: str) -> None:
 
 
 def test_a_first_call_in_inference_mode() -> None:
-    """The first call copies the blocks of columns, and later calls write to the copies."""
+    """The first call copies the column blocks of the weight. The second call updates these copies outside of inference mode."""
     module = nn.Linear(8, 8)
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": "-, tp"}, (X,))
     for mode in (torch.inference_mode, torch.no_grad):

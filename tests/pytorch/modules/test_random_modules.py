@@ -1,4 +1,4 @@
-"""Random modules of layers, compiled with `training=True`. Results and gradients are compared with torch on one device.
+"""Random modules of layers, compiled for training. Results, gradients and steps of an optimizer are compared with torch.
 
 All layers of a module are equal, and have the same masks and arguments. Modules differ in norms, parts of layers, residuals, tied
 parameters and plans.
@@ -30,7 +30,7 @@ PARTS = ("attention", "attention", "mlp", "mlp", "gated", "argument", "mean", "n
 
 @dataclass
 class Recipe:
-    """Random choices that apply to all layers of a module."""
+    """Random choices for a module of equal layers."""
 
     norms: list[type[nn.Module]]
     parts: list[str]
@@ -178,7 +178,7 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
 
 
 class Plain(nn.Module):
-    """A layer without a residual. Its backward pass may need its input, its output, or both. The layer may have only one parameter."""
+    """A layer without a residual. Its backward pass may need its input and its output. The layer may have only one parameter."""
 
     def __init__(self, activation: Callable[[Any], Any], bias: bool, frozen: bool, noise: float):
         super().__init__()

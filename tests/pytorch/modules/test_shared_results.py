@@ -1,4 +1,4 @@
-"""Results that share memory with arguments, with tensors of the module or with other results. Compared with torch on 1 and 2 ranks."""
+"""Results on 1 and 2 ranks that share memory with arguments, tensors of the module or other results, compared with torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hostweave.base.errors import ProgramError  # noqa: E402
 
 
 class Of(nn.Module):
-    """Calls a function with this module, the linear result, and x. The function may return a parameter, the buffer or the plain tensor."""
+    """Calls a function with this module, the result of `linear`, and x. The function may return a parameter, `buffer` or `plain`."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -70,8 +70,9 @@ CASES: dict[str, Callable[..., Any]] = {
 
 
 def made_by(call: Any, module: Any, x: Any, number: int) -> list[Any]:
-    """Returns everything that must be as in torch, such as results, gradients, tensors that share memory, and values after a write to
-    tensor `number`. Number 0 is the argument, and -1 is the last result."""
+    """Returns everything that must be as in torch, such as results, gradients, which tensors share memory, and values after a write.
+
+    The write changes the argument if `number` is 0, and the last result if `number` is -1."""
     module.zero_grad()
     x = x.clone()
     results = [one for one in torch.utils._pytree.tree_leaves(call(x)) if isinstance(one, torch.Tensor)]
@@ -163,8 +164,7 @@ def random_view(draw: random.Random, y: Any) -> Any:
 
 
 def random_function(seed: int) -> Callable[..., Any]:
-    """A function that computes values and views of values, and that writes to some of them. The function returns several of these values
-    and views."""
+    """Returns a function that computes values and views, writes to some of them, and returns several."""
 
     def function(module: Any, y: Any, x: Any) -> Any:
         draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Modules that write to arguments and buffers, compared with torch on 1 and 2 ranks. Written tensors become donated inputs."""
+"""Modules on 1 and 2 ranks that write to arguments and buffers, compared with torch. Written tensors become donated inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hostweave.base.errors import ArgumentError  # noqa: E402
 
 
 class Cache(nn.Module):
-    """Writes the keys of tokens to a cache, from a position that is a tensor."""
+    """Writes the keys of tokens to a cache. The tensor `count` is the position of the first key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,9 +96,9 @@ def test_as_torch(name: str, ranks: int) -> None:
     written = [
         [one._version > then for one, then in zip(flat(of), at, strict=True)] for of, at in zip((given, expected), before, strict=True)
     ]
-    assert written[0] == written[1]  # torch registers the writes.
+    assert written[0] == written[1]  # The version counters show the same writes.
     if name.startswith("caches"):
-        assert unrolled_ir(model.program).count("call @cache") == (3 if ranks == 1 else 2)  # x is sharded after the first layer.
+        assert unrolled_ir(model.program).count("call @cache") == (3 if ranks == 1 else 2)  # Only layers 1 and 2 get a sharded x.
         assert "dynamic_update_slice(%keys" in model.program.fusion_ir
         assert ("2@tp" in model.program.fusion_ir) == (ranks > 1)
 
