@@ -152,8 +152,8 @@ def prepared(mesh: Any, **options: Any) -> Any:
 
 
 def test_fully_shard_states_all_shardings(mesh: Any) -> None:
-    """If both axes shard one dim of a weight, tp is the outer axis. The example `x` of one rank has 3 rows, and dp has 2 ranks, so `x` has 6
-    rows in the program."""
+    """If both axes shard one dim of a weight, tp is the outer axis. The example `x` of one rank has 3 rows, and dp has 2 ranks, so `x` has
+    6 rows in the program."""
     model = hostweave.torch.compile(prepared(mesh), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True)
     (line,) = (line for line in model.program.fusion_ir.splitlines() if line.startswith("fusion @"))
     for of in ("up_weight: f32[16@tp,dp, 8]", "down_weight: f32[8@dp, 16@tp]", "norm_bias: f32[16@dp]", "x: f32[6@dp, 8]", "scale: f32[8]"):
