@@ -62,7 +62,7 @@ def test_slurm() -> None:
     step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     launch = LaunchedRank(step | {"SLURM_STEP_NODELIST": "gpu[03-04]"})
     assert (launch.rank, launch.count, launch.local_rank, launch.host, launch.job) == (5, 16, 5, "gpu03", "77 0")
-    # These variables are those of a batch script without srun.
+    # A batch script that runs without srun has these variables.
     assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})
 
 

@@ -454,7 +454,7 @@ def test_ranks_that_do_not_come() -> None:
     assert [str(error) for error in errors] == [
         f"hw.init: group 'default', rank {rank} of 4: timed out after 0.3 s waiting for ranks 2, 3" for rank in range(2)
     ]
-    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # The other ranks have timed out.
+    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # Ranks 0 and 1 have timed out.
     assert str(late[0]) == "hw.init: group 'default', rank 2 of 4: timed out after 0.1 s waiting for rank 3"
     assert all(isinstance(world, World) for world in meet_all(store, 4))
 

@@ -1,4 +1,4 @@
-"""Teams, the ranks of `Program.run`: several teams in one process at the same time, and failures of ranks."""
+"""Teams: groups of threads that are the ranks of `Program.run`. A process may have several teams, and a rank may fail."""
 
 from __future__ import annotations
 
