@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = add("demo", _demo, "Compile an example, run it on all ranks, compare with NumPy and show the generated loop.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
     demo.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
-    demo.add_argument("--target", choices=NAMES, help="default: cuda if there are GPUs, else cpu")
+    demo.add_argument("--target", choices=NAMES, help="default: cuda if there is a GPU for each rank, else cpu")
 
     add("compile", _compile, "Compile a program and print the folder of its sources and module.", program, target, as_json)
     add("check", _check, "Prove a program free of races and deadlocks, and check its results, at --sizes or small sizes.", program, as_json)
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--wheel", metavar="VERSION", nargs="?", const="0.1.0", default="", help=wheel_help)
 
     benchmarks = add("bench", _bench, "Run the benchmarks that this machine can run, and compare with other libraries.", as_json)
-    benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run, without figures")
+    benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run, except 'figures'")
     benchmarks.add_argument("--list", action="store_true", help="list the benchmarks and their purpose")
 
     doctor_help = "Report the compiler, CUDA, NCCL, cuBLAS, GPUs and cache, and how to install missing parts."

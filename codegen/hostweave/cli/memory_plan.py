@@ -75,7 +75,7 @@ class ArenaEvents:
         self.pools: dict[str, int] = {}
 
     def new(self, count: int = 1) -> slice:
-        """Returns the indices of the next buffers, which must be allocated in this order."""
+        """Returns the indices of `count` new buffers. Buffers must be allocated in the order of their indices."""
         self.count += count
         return slice(self.count - count, self.count)
 

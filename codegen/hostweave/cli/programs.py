@@ -34,7 +34,7 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
     folder = str(path.resolve().parent)  # imports search the file's folder, like `python FILE`
     sys.path.insert(0, folder)
     previous = sys.modules.get(module.__name__)
-    sys.modules[module.__name__] = module  # dataclasses look up names in annotations in sys.modules
+    sys.modules[module.__name__] = module  # dataclasses find the module of string annotations there
     try:
         exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
     except ModuleNotFoundError as error:

@@ -30,7 +30,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
     - `reduction_length` n is the number of terms of a sum.
     - `terms` D is the number of partial sums, one per rank, which are rounded to the dtype before they are added.
-    - `scores` is the sum of m c (see below) over the softmaxes before the result.
+    - `scores` is the sum of m c (see below) over the softmaxes on the path to the result with the largest sum.
 
     Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the unit roundoff of the accumulator (f32, or f64 for f64):
 
@@ -41,8 +41,9 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
     - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. Their additions give D - 1 sums of size up to sqrt(n), which
       are also rounded. The total error is at most u (sqrt(n D) + (D - 1) sqrt(n)), which is less than 2 u D sqrt(n).
     - If terms cancel to a result near zero, their rounding errors remain: 4 u sqrt(n).
-    - A score of a softmax is a sum of m products times a scale c, with an error of 2 a m c. So the weight exp(score), and a mean with such
-      weights, have a relative error of 2 a m c. A sum of n means has an error of 2 a m c sqrt(n).
+    - A score of a softmax is a sum of products times a scale c. If m sequential additions determine the error of the sum, the score has an
+      error of 2 a m c. So the weight exp(score), and a mean with such weights, have a relative error of 2 a m c. A sum of n means has an
+      error of 2 a m c sqrt(n).
     """
     if dtype.kind != "float":
         return Tolerance(0.0, 0.0)
@@ -71,7 +72,7 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
 
 
 def _sequential_additions(length: int) -> float:
-    """Number of sequential additions with the error of a sum of `length` terms."""
+    """Number of sequential additions that have the same error as a sum of `length` terms."""
     return min(length, sqrt(length * _MAX_SEQUENTIAL))
 
 

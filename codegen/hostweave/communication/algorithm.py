@@ -70,10 +70,11 @@ class Algorithm:
 
 class Lowering:
     """Emits the communication of one loop. `self.steps` describes the loop, and an argument `steps` describes one iteration. In a loop by
-    shard, only the argument has an owner."""
+    shard, only an argument has `owner`."""
 
     needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
-    # Emits the matmul of `adds`. With the argument True, the matmul adds the contents of its buffer. A given buffer receives the result.
+    # Emits the matmul whose result is `adds`. Arguments: True to add to the contents of the result's buffer, and this buffer, or None for
+    # the default.
     multiply: Callable[[bool, str | None], None] | None = None
 
     def __init__(
@@ -92,8 +93,7 @@ class Lowering:
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of this rank's block in an iteration of a loop by shard. The owner differs on every rank, so the ranks address different
-        peers."""
+        """Owner of the block that this rank processes in an iteration of a loop by shard. Each rank processes a block of another owner."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 

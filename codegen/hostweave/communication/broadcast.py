@@ -10,7 +10,7 @@ from hostweave.transports.transport import COLLECTIVES
 
 class _Broadcast(Lowering):
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of the iteration's block. All ranks have the same owner."""
+        """Owner of the iteration's block, which is the same block on all ranks."""
         return steps.index // expr_of(steps.subchunks)
 
     def step(self, steps: LoopSteps) -> None:

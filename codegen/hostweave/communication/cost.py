@@ -18,7 +18,7 @@ MATMUL_SLOWDOWN_BY_KERNELS = 1.7  # slowdown of matmuls while communication kern
 COMMUNICATION_SLOWDOWN = {2: 1.15, 4: 1.7, 8: 3.7}  # number of ranks -> slowdown of communication kernels while matmuls run
 # Seconds from the end of a computation until a collective on the same stream has started on all ranks.
 SWITCH_SECONDS = 3.5e-6
-LOOP_SECONDS = 12e-6  # forks, signals and joins of a loop
+LOOP_SECONDS = 12e-6  # forks, signals and joins of a loop, or of copies by copy engines
 CHUNK_SECONDS = 1.5e-6  # events of an iteration
 
 
@@ -108,7 +108,7 @@ class Overlap:
         own_chunk, other_chunk = (
             sum(p.chunk(chunks, self.rows, is_own).seconds(machine) for p in self.products) for is_own in (True, False)
         )
-        # Fraction of the time in which transfers and matmuls overlap. Matmuls without elements take no time.
+        # Fraction of the matmuls' time in which transfers run. Matmuls without elements take no time.
         computed = own * own_chunk + others * other_chunk
         overlap_share = min(1.0, others * transfer / computed) if computed else 1.0
         slowdown = 1 + overlap_share * (matmul_slowdown - 1)
