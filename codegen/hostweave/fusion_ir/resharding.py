@@ -107,7 +107,7 @@ class ReshardStep:
         return is_permute and [have.get(source) for source in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """Amount of data that a rank receives, if each rank holds `share` before the step."""
+        """Average amount of data that a rank receives, if each rank holds `share` before the step."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -133,8 +133,8 @@ def plan(
 ) -> tuple[ReshardStep, ...]:
     """Steps from one layout to another: for each reshard of `in_rank_order`, the steps that move the fewest bytes.
 
-    If several sequences move equal bytes, prefers fewer steps, then earlier kinds of RESHARD_STEPS, then lower dims. Raises ProgramError if
-    there is no sequence.
+    If several sequences move equal bytes, prefers fewer steps, then in each step earlier kinds of RESHARD_STEPS and lower dims. Raises
+    ProgramError if there is no sequence.
     """
     if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
         why = f"{source} cannot become {target}: a zigzag sharding cannot move between meshes"
@@ -253,7 +253,7 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
 
 
 def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
-    """Bytes that a rank receives in a reshard on one mesh, and the number of collectives."""
+    """Bytes that a rank receives in a reshard on one mesh, and the number of steps that communicate."""
     moved, count = Fraction(0), 0
     for now, end in in_rank_order(source, target):
         for step in plan(now, end, mesh, sizes, None):
@@ -287,7 +287,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
     def can_gain(i: int, axes: Axes) -> bool:
-        """True if `axes` can split a dim further. Shards of uneven sizes cannot be split again: one split by all axes has other blocks."""
+        """True if `axes` can split a dim further. Uneven shards cannot be split again: a direct split by all axes gives other blocks."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
         if isinstance(dim.axes, Zigzag):

@@ -1,7 +1,7 @@
 """Grouped matmuls: products of groups of rows with one matrix per group.
 
-Group e consists of rows `starts[e]` to `ends[e]` - 1. The bounds are data. Groups must not overlap. If the rows are sharded, each rank
-computes with its own rows of each group. If the groups are sharded, a rank has some of the groups.
+Group e consists of rows `starts[e]` to `ends[e]` - 1. The bounds are data. Groups must be in order, and must not overlap.
+If the rows are sharded, each rank computes with its own rows of each group. If the groups are sharded, a rank has some of the groups.
 
 All operands may have a leading batch dim. Each batch has separate groups and matrices. A grouped_matmul may use the same rows for all
 batches.

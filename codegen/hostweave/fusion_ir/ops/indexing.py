@@ -28,7 +28,7 @@ from hostweave.types.tensor import Dim, DType, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
-INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the same dim of the other tensor: the result, source or update
+INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of this dim in a source, update or result with other indices
 
 
 def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
@@ -80,7 +80,7 @@ def _take(types: Types, op: Op) -> TensorType:
 
 
 def _held(np: Any, index: Any, rows: Any) -> tuple[Any, Any]:
-    """Local position of each index, and True for each index that this rank holds."""
+    """Local position of each index that this rank holds (0 for others), and True for these indices."""
     local = index - (rows[0] if len(rows) else 0)
     held = (local >= 0) & (local < len(rows))
     return np.where(held, local, 0), held
@@ -215,7 +215,7 @@ def _update(types: Types, op: Op) -> TensorType:
 
 
 def _updated(np: Any, x: Any, update: Any, *starts_and_rows: Any, axes: tuple[int, ...]) -> Any:
-    """NumPy reference of dynamic_update_slice on local rows. Starts with dims give each batch a separate position."""
+    """NumPy reference of dynamic_update_slice on local rows. If a start has dims, each batch has its own position."""
     if any(np.ndim(start) for start in starts_and_rows[::2]):
 
         def of(index: int) -> list[Any]:
@@ -256,7 +256,7 @@ def _whole_rows(types: Types, op: Op) -> IndexMap:
 
 
 def _along(kinds: tuple[str, ...], dtype: DType | None = None) -> Infer:
-    """Type rule of an op along a dim. The result has the shape of the operand and, by default, its dtype, which is of one of `kinds`."""
+    """Type rule of an op along a dim. The operand has one of `kinds`. The result has the operand's shape, and by default its dtype."""
 
     def infer(types: Types, op: Op) -> TensorType:
         require(types[0], kinds)

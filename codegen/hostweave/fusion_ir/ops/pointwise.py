@@ -86,7 +86,7 @@ def _binary(
     infer = _arithmetic(kinds, is_comparison)
 
     def computed(np: Any, a: Any, b: Any) -> Any:
-        with np.errstate(divide="ignore"):  # division of ints by 0 gives 0
+        with np.errstate(divide="ignore"):  # no warning if ints are divided by 0, which gives 0
             return getattr(np, numpy or kind)(a, b)
 
     OPS[kind] = OpDef(2, infer, elementwise, computed, cpp=cpp, is_public=True, **facts)

@@ -8,7 +8,7 @@ from hostweave.fusion_ir.ops.attributes import COMPOSED
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
 from hostweave.types.tensor import BufferType, Dim, TensorType, bf16, f16, f32
 
-BLOCK = 128  # size of a block along each of its dims
+BLOCK = 128  # number of elements that share a scale, along a dim with block scales
 TENSOR, ROW, BLOCKS = "tensor", "row", "block"
 SCALINGS = (TENSOR, ROW, BLOCKS)
 RESULTS = (bf16, f16, f32)
@@ -87,7 +87,7 @@ def scaled(x: Any, scale: Any) -> Any:
 
 
 def multiplied(np: Any, a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
-    """NumPy reference for operands in a wider dtype."""
+    """NumPy reference. The operands are already converted to a wide dtype."""
     return np.matmul(scaled(a, scale_a), scaled(b, scale_b))
 
 
