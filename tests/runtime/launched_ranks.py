@@ -14,7 +14,7 @@ from hostweave.runtime.launchers import launched
 
 
 def run_processes(script: str, environments: list[dict[str, str]], timeout: float = 60) -> list[str]:
-    """Runs one process per environment. Returns their outputs. The first process that fails makes the test fail."""
+    """Runs one process per environment. Returns their outputs. Raises AssertionError if a process failed."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     processes = [
         Forked([sys.executable, "-c", script], env=clean | one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -1,6 +1,6 @@
 """Reports of hangs: for every rank and stream, the last finished line, the first unfinished line, and the reason of the wait.
 
-Most tests insert a fault into the C++ of a program. Only rank 2 executes the fault.
+Some tests insert a fault into the C++ of a program. Only rank 2 executes the fault.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 
 def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
-    """Returns the program with `fault` inserted before a line of its C++. A fault such as `if (...)` makes the line conditional."""
+    """Returns ag_matmul with `fault` inserted before the text `place` of its C++. A fault such as `if (...)` makes the statement
+    conditional."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTWEAVE_EDIT", str(folder))
         options = hw.Options(transport=transport)
@@ -145,7 +146,7 @@ def test_a_signal_that_is_lost(transport: str, tmp_path: Path) -> None:
     with Processes(tmp_path, transport, place, f"if (!({IS_FAULTY}))\n", limit=3) as ranks:
         _, report = ranks.said(0)
     assert "call 2 of ag_matmul is not done after 3 seconds" in report
-    # Rank 0 waits for a signal of rank 2. Rank 2 has ended the call, because only its next call waits for rank 0.
+    # Rank 0 waits for a signal of rank 2. Rank 2 has received all signals, so it has ended the call.
     waits = (
         rf"puts\[0\]: \S*wait_signal\(p, .*\) {AT} waits on x for signal 0 of rank 2, which is done with call 2; "
         rf"done up to \S+\(.*\) {AT}; \d+ more operations? queued"

@@ -6,12 +6,12 @@ from collections import deque
 
 
 def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool = False) -> bool:
-    """True if, in some order of events, a packet is overwritten before its receiver has read the packet.
+    """True if, in some order of events, a packet is overwritten while its receiver may still read it.
 
     The kernels of a rank run one after another. A kernel sends a packet to each peer, and receives a packet from each peer, in any order. A
     kernel ends when it has sent and received all packets. Before its end, the kernel may read received packets again. A packet contains the
     number of its exchange. Without `waits`, a kernel does not wait for packets of its peers. With `flags`, ranks send blocks without
-    numbers instead of packets. One flag per pair of ranks has the number of the last block.
+    numbers instead of packets. One flag per sender and receiver has the number of the last block.
     """
     sends = [(rank, peer) for rank in range(ranks) for peer in range(ranks) if peer != rank]
     start = (0,) * ranks, (0,) * len(sends), (0,) * len(sends), (0,) * (len(sends) * slots)
@@ -39,7 +39,7 @@ def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool
             if state not in seen:
                 seen.add(state)
                 ahead.append(state)
-    assert any(done == (exchanges,) * ranks for done, *_ in seen), "no rank ends"
+    assert any(done == (exchanges,) * ranks for done, *_ in seen), "no order of events ends"
     return False
 
 

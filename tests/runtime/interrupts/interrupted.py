@@ -2,7 +2,8 @@
 
     python interrupted.py WHAT TO SEED COUNT [TARGET]      WHAT is run, call, capture, threads or compile; TO is process or group
 
-The script exits with status 0 if every interrupt raised KeyboardInterrupt soon, the next run is correct, and no rank thread is left over.
+The script exits with status 0 if every interrupt raised KeyboardInterrupt soon, the next run and call are correct, and no thread of
+interrupted work is left over.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def alone(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
 
 
 class Interrupted:
-    """Programs, and calls that run until they are interrupted."""
+    """Programs, and work that lasts until it is interrupted."""
 
     def __init__(self, moments: random.Random, target: str):
         self.moments, self.target = moments, target

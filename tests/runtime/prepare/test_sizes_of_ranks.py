@@ -50,7 +50,7 @@ for _ in range(3):
 assert group.coordinator.number == number
 said(lambda: call(program, 4 + rank))  # both sizes are new
 said(lambda: call(program, 3, columns=5 + rank))
-said(lambda: call(program, 7 - rank))  # blocks of 13 rows, without sizes=
+said(lambda: call(program, 7 - rank))  # an array of 13 rows, without sizes=
 said(lambda: call(program, 7, sizes={"M": 13 + rank, "K": 3}))
 said(lambda: call(program, 2 - rank, sizes={"M": 3, "K": 3}))
 said(lambda: program.prepare({"M": 6 + 2 * rank, "K": 3}))
@@ -94,7 +94,7 @@ for number in range(60):
         assert result[:, 0].tolist() == [1] * rows + [2] * rows
     except HostweaveError as error:
         assert wrong is not None, error
-        if wrong is not None:  # as an application does after only one rank has raised
+        if wrong is not None:  # After an error, an application makes a new group.
             failures += 1
             group.close()
             group, captured = anew(0, call_timeout=30), {}
@@ -149,7 +149,7 @@ def test_random_sizes(transport: str, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["memory", "store"])
 def test_sizes_of_two_variants(by: str) -> None:
-    """Sizes are even for one rank and uneven for the other. Without an error, the ranks would run different variants."""
+    """In the last call, sizes are even for one rank and uneven for the other. Without an error, the ranks would run different variants."""
     script = """
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
 def gathered(x):

@@ -120,7 +120,7 @@ def test_algorithms_are_measured_only_on_request() -> None:
 
 
 class Module:
-    """The functions of a program's module that measure and select algorithms."""
+    """Substitute for the module of a program, with the functions that MeasuredAlgorithms calls."""
 
     def __init__(self, **algorithms: int) -> None:
         self.algorithms = {problem: bytes([number]) * 64 for problem, number in algorithms.items()}
