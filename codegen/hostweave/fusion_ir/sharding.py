@@ -1,4 +1,4 @@
-"""Propagates shardings through an op by its index map."""
+"""Propagates shardings through ops by their index maps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -170,8 +170,8 @@ def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
 
 
 def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if the axes of `dim` split `other` in proportion: if the sizes are equal, or the axes split both dims evenly. In zigzag, a
-    symbolic `other` must be a multiple of `dim`."""
+    """True if the axes of `dim` can also split `other`: the sizes are equal, or the axes split both dims evenly. In zigzag, a symbolic
+    `other` must be a multiple of `dim`."""
     if dim.size == other.size:
         return True
     if isinstance(dim.axes, Zigzag) and not other.size.is_int:

@@ -6,7 +6,7 @@
       "}"
     }
 
-`} cpu {` and a function for the CPU target may follow.
+`} cpu {`, a function for the CPU target and `}` may replace the last line.
 """
 
 import json
