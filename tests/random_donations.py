@@ -14,7 +14,7 @@ from hostweave.fusion_ir.ir import Fusion
 
 
 class Donating(Generator):
-    """Generates programs and blocks that donate some inputs. They return views of these inputs and of other results."""
+    """Generates programs and blocks that donate some inputs. They also return views of inputs, of computed values and of results."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -32,7 +32,7 @@ class Donating(Generator):
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(random)
 
     def donated(self, inputs: list[str], chosen: list[str]) -> dict[str, int]:
-        """For each donated input, the index of its result."""
+        """Chooses the index of the result that uses each donated input."""
         return dict(zip(chosen, self.random.sample(range(len(chosen) + 3), len(chosen)), strict=True))
 
     def in_place(self, tensors: dict[str, hw.Tensor], donate: dict[str, int], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
@@ -54,7 +54,7 @@ class Donating(Generator):
         return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
 
     def view(self, t: hw.Tensor) -> hw.Tensor:
-        """A chain of views and reshards. A reshard that shards a dim further is a local slice."""
+        """A chain of views and reshards."""
         for _ in range(self.random.randint(1, 3)):
             with contextlib.suppress(ProgramError):
                 t = self.random.choice(VIEWS)(self, [], t)

@@ -142,7 +142,7 @@ def cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     key: list[Any] = [slice(None)] * t.ndim
     if key:
         dim = g.random.randrange(t.ndim)
-        # A slice with a step requires a divisible size. Other ops may make this impossible for a sum of sizes.
+        # A slice with a step requires a divisible size. A sum such as 2M + 1 may never be divisible.
         is_sum = "(" in str(t.shape[dim])
         key[dim] = g.random.choice(SLICES[:-2] if is_sum else SLICES)
     return t[tuple(key)]
@@ -158,7 +158,7 @@ def _padded(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _beside_others(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """A communication, and an independent matmul or negation."""
+    """A reduction or reshard, and an independent matmul or negation."""
     made = _reduced(g, values, t) if g.random.random() < 0.5 else g.resharded(t + 1)
     values.append(t @ g.other(values, t) if t.ndim == 2 else -t)
     return made
@@ -197,7 +197,7 @@ def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """argmax and similar ops, sorts and scans, but only on integers, because rounded floats could be equal."""
+    """argmax, sorts, scatters, scans and similar ops, but only on integers, because rounding could make floats equal."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     axis, is_kept, other = g.random.randrange(t.ndim or 1), g.random.random() < 0.5, g.other(values, t)
@@ -245,7 +245,7 @@ def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Matmul in a chunk loop, with any algorithm. Its operand is gathered for one or several matmuls, or its partial sums are reduced."""
+    """Matmuls in a chunk loop, with any algorithm. Either matmuls share a gathered operand, or partial sums of a matmul are reduced."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
@@ -376,7 +376,7 @@ def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def parameter(g: Generator, t: hw.Tensor) -> TensorType:
-    """Parameter type for a block. A dim whose size is an expression is not sharded."""
+    """Parameter type for a block. No dim is sharded if the size of any dim is an expression."""
     whole = any(isinstance(size, str) and size not in g.sizes for size in t.shape)
     return t.dtype[t.shape if whole else g.sharded(t.shape)]
 
@@ -408,8 +408,7 @@ def collided(fusion: Fusion) -> Fusion:
 
 
 def wider(seed: int) -> Generator:
-    """Generator of programs on up to 8 ranks. The programs have more computed positions and loops over columns, and a second mesh of the
-    same ranks.
+    """Generator of programs on up to 8 ranks, also with dynamic slices, loops over columns, and a second mesh of the same ranks.
 
     `Generator` lacks these features, so that its programs for each seed stay the same.
     """

@@ -184,8 +184,8 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
 
 
 def run_graphs(rank: Rank) -> None:
-    """Tests that calls of programs with signals become graphs. The 2 ranks pass their arrays in different orders. Rank 1 also passes
-    another set of arrays once."""
+    """Tests that calls of programs with signals become graphs. The 2 ranks pass three sets of arrays in different
+    orders. In call 18, rank 1 passes a fourth set."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))

@@ -1,4 +1,4 @@
-"""Models of transformers, compiled with `training=True`: losses, gradients and steps of AdamW, compared with torch on one device."""
+"""Models compiled for training: losses, gradients and steps of AdamW, compared with torch on one device."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PAIRS = [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) 
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
     compiled = expect_training(name, ranks, STEPS if (name, ranks) in LONG else 1)
-    for program in (compiled.program, compiled.backward):  # All layers are one function, and save the same values.
+    for program in (compiled.program, compiled.backward):  # All layers call one function.
         (function,) = re.findall(r"^function @(\w+)", program.fusion_ir, re.MULTILINE)
         assert unrolled_ir(program).count(f"call @{function}(") == MODELS[name]()[0].config.num_hidden_layers
         assert "Gradient addition" not in program.source
@@ -145,7 +145,7 @@ def test_a_step_is_one_program() -> None:
             schedule.step()
     for one, other in zip(module.state_dict().values(), want.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch continues where the program ended.
+    steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch's optimizer can load the state.
     assert {float(state["step"]) for state in steps[1][0].state.values()} == {STEPS}
     assert compiled.program.host_ir.count(" in %") >= 3 * len(steps[1][0].state)
 
@@ -196,7 +196,7 @@ def test_gradients_accumulate_and_calls_are_checkpointed(layers: Any) -> None:
 
 
 def test_ranks_of_a_group_train(layers: Any) -> None:
-    """Each rank calls the module with its part of a batch. Replicated parameters get the gradient of the whole batch."""
+    """Each rank calls the module with its part of a batch, and gets the gradients of the whole batch."""
     compiled, module = layers
     want = gradients(module, module)[1:]
     threads = hw.Threads(2)

@@ -49,7 +49,7 @@ def arrays_of(seed: int) -> dict[str, np.ndarray]:
 
 
 def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, bound: Sequence[str] = ()) -> None:
-    """Makes one call of a rank. The arguments named by `in_windows` are in windows. Compares the results."""
+    """Makes one call of a rank, and compares the results. The inputs and outputs named by `in_windows` are in windows."""
     fusion, program = shared(ranks)
     arrays = arrays_of(seed)
     made = {name: group.empty((K // ranks if name in "wv" else M // ranks, K), hw.f32) for name in in_windows}
