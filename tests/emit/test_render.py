@@ -1,4 +1,4 @@
-"""Equal programs render to equal text. An op without C++ is an error."""
+"""Files and text that rendering makes, and its errors."""
 
 from __future__ import annotations
 

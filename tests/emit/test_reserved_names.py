@@ -1,6 +1,6 @@
 """User names that have a meaning in templates, runtime headers, or headers of C, CUDA, NCCL and cuBLAS.
 
-The test collects the names from those files. Programs use the names for dims, inputs, axes, kernels, blocks, streams and indices.
+The programs use these names for dims, inputs, axes, kernels, blocks and streams.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_a_name_that_is_not_reserved(name: str) -> None:
 
 
 def everything(names: Iterable[str]) -> HostProgram:
-    """Program that uses each name as a dim, axis, input, output, kernel, block, stream, index and buffer."""
+    """Program with a dim, axis, input, kernel, block and stream of each name. Outputs, indices and buffers have a suffix."""
     kernels, blocks, inputs, outputs, body, own = [], [], [], [], [], list(names)
     for at, n in enumerate(own):
         m, k = own[at - 1], own[at - 2]
@@ -142,7 +142,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("unusual_names")  # One worker renders the programs only once.
+@pytest.mark.xdist_group("unusual_names")  # The tests of a group run in one worker, which renders the programs once.
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
     includes = [f"-I{path}" for path in folders_of(target)]
@@ -154,7 +154,7 @@ def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
 
 @needs_cuda
 def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
-    """Compiles names of templates and of C, and some other names that are not macros. NVRTC takes a quarter of a second per kernel."""
+    """Compiles some of the names that are not macros, because NVRTC takes a quarter of a second per kernel."""
     nvrtc, others = cuda.find_cuda().nvrtc.path, [name for name in unusual() if not re.search("[A-Z]", name[1:])]
     assert nvrtc
     chosen = (*sorted(of_templates() & set(unusual()))[:24], *sorted(C_FUNCTIONS)[:16], *others[::40])

@@ -65,7 +65,7 @@ def test_source_that_cannot_be_read() -> None:
 
 
 def test_lines_that_moved_are_the_same_program(tmp_path: Path) -> None:
-    """The IR is the cache key of a program. The source is the cache key of an object; only the number of lines in comments matters."""
+    """Moved lines change neither the IR, which is in the cache key of a program, nor the C++ outside of comments."""
     first, second = (program(tmp_path, (*before, "a = hw.relu(x)")) for before in ((), ("import math", "import math")))
     assert str(first) == str(second)
     texts = [render(host)["program.cpp"] for host in (first, second)]

@@ -12,8 +12,8 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.targets.target import find_target
 
 NAMES = (*SEVERAL, *ONE_DEVICE, *ONE_SIDED, *PIPELINES)
-# Programs whose instructions all occur in other programs. These programs are compiled for CUDA only with -m slow. Tests of ops compile
-# their kernels.
+# Programs whose instructions all occur in other programs. These programs are compiled for CUDA only with -m slow. Tests of ops
+# compile the same kernels.
 COVERED = ("ag_matmul_flat_chunked", "matmul_ar_unstreamed", "two_outputs", "gated_in_loops", "set", "add", "row_sum", "matmul_m")
 COVERED += ("matmul_n", "matmul_batch", "two_ops", "three_ops", "residual_put", "ag_pieces_put")
 
