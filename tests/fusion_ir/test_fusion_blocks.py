@@ -1,4 +1,4 @@
-"""Tracing and text of blocks: the text has each block once, before its callers. Errors have exact messages."""
+"""Tracing, text and errors of blocks. The text has each block once, before its callers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ fusion @stack(%x: f32[M@x, E], %w: f32[E, E], %v: f32[E, E]) mesh(x=2) {
 
 
 def stack() -> tuple[Fusion, list[str]]:
-    """The program above, and the names of the Python functions in the order in which they were traced."""
+    """The program of STACK, and the names of its Python functions in the order in which they were traced."""
     ran = []
 
     @hw.block(**TYPES)
@@ -198,7 +198,7 @@ REFUSED = {
     ),
     "one name": (
         LAYER + "other = layer\n" + LAYER + "@hw.fusion(**T, mesh=hw.Mesh(x=2))\ndef f(x, w):\n    return layer(other(x, w), w)",
-        "mlp.py:12: call: two functions are named @layer; give one of their functions another name",
+        "mlp.py:12: call: two functions are named @layer; rename one",
     ),
     "no tensor returned": (
         "@hw.block(**T)\ndef layer(x, w):\n    return 1\n" + FUSION + "    return layer(x, w)",

@@ -1,4 +1,4 @@
-"""The NumPy reference of each op, and tolerances for rounding."""
+"""The NumPy reference of ops, and tolerances for rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_op_has_an_example() -> None:
     }  # tested in tests/programs/attention
     assert (
         set(EXAMPLES) == set(OPS) - {"kernel", "output", "repeat", "renumber", "reverse_second", *RESHARD_STEPS} - elsewhere
-    )  # all ops except user kernels, repeats, outputs of calls, and ops that only passes create
+    )  # all other ops except user kernels, repeats, outputs of calls, and ops that only passes create
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)
@@ -143,7 +143,7 @@ def test_integers_have_no_tolerance() -> None:
 
 
 def test_one_device_computes_the_same_without_communication() -> None:
-    """Programs with functions, pipelines and slices also run on one device. Exported projects use this reference."""
+    """The programs contain functions, pipelines and slices. Exported projects compare results with those of one device."""
     for fusion in (*all_fusions(ranks=4, chunks=3).values(), *more_fusions(ranks=4).values(), *pipelines(ranks=4).values()):
         alone = on_one_device(fusion)
         assert not needs_ranks(fusion)

@@ -1,4 +1,4 @@
-"""Text of fusions: printing and parsing are inverse, and malformed text is refused with line and column."""
+"""Text of fusions: printing and parsing are inverse, and malformed text is refused."""
 
 from __future__ import annotations
 

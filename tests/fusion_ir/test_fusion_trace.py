@@ -1,4 +1,4 @@
-"""Fusions that tracing returns."""
+"""Fusions that tracing returns, and errors of tracing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_names() -> None:
 
 
 def test_names_of_variables() -> None:
-    """A value is named after a variable of the function, or of a function that it calls. A variable may be assigned several times.
+    """Values have the names of variables of the function, and of functions that the function calls. A variable may be assigned several
+    times.
 
     An argument keeps the name of its value in the caller.
     """

@@ -233,7 +233,7 @@ class Function:
     def _traced(self, trace: _Trace) -> Fusion:
         if self not in trace.functions:
             if any(isinstance(other, Function) and other.name == self.name for other in trace.functions):
-                raise ProgramError.here(f"call: two functions are named @{self.name}; give one of their functions another name")
+                raise ProgramError.here(f"call: two functions are named @{self.name}; rename one")
             trace.functions[self], inner = None, _Trace(trace.mesh, trace.functions, trace.sources)
             try:
                 trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location, self._donate)
