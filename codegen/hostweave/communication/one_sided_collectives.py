@@ -1,4 +1,4 @@
-"""Collectives on one-sided channels, outside of loops. A rank reads the windows of its peers between two signals.
+"""Collectives on one-sided channels. A rank reads the windows of its peers between two signals.
 
     all_gather %x -> %y on x                           # on two ranks
 
@@ -47,7 +47,7 @@ SMALL = 1 << 15
 class OneSidedCollectives(Signals):
     """One-sided transfers with the interface of `LibraryCollectives`."""
 
-    takes_uneven = False  # The sizes of uneven blocks of an all_to_all would depend on sender and receiver.
+    takes_uneven = False  # In an all_to_all, the size of an uneven block would depend on its sender and its receiver.
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
@@ -179,7 +179,7 @@ class OneSidedCollectives(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def copy_locally(self, src: str, dst: str) -> None:
-        """Emits a copy on this rank. The view gives `src` the sizes of `dst`: equal local sizes may name different mesh axes."""
+        """Emits a local copy. Copies a view of `src` with the sizes of `dst`, because equal local sizes may name different mesh axes."""
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:

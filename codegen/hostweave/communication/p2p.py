@@ -16,7 +16,7 @@ from hostweave.types.tensor import BufferType
 
 class _SendReceive(Lowering):
     def send_receive(self, moves: Sequence[tuple[str, str]], receiver: Expr, sender: Expr, steps: LoopSteps) -> None:
-        """Emits one group of sends and receives. If this rank owns the iteration's block, emits copies instead."""
+        """Emits a branch: copies if this rank owns the iteration's block, and otherwise one group of sends and receives."""
         b = self.b
 
         def exchange() -> None:

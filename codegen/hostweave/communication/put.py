@@ -226,7 +226,7 @@ class _Put(Algorithm):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, MATMUL_SLOWDOWN_BY_COPIES, added)
 
 
-# A gather uses two streams: the end of a matmul overlaps with the start of the next one. A scatter uses one stream, because concurrent
+# A gather uses up to two streams: the end of a matmul overlaps with the start of the next one. A scatter uses one, because concurrent
 # matmuls would delay the first transfer.
 GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), LOCAL_FIRST, max_streams=2, chunks_to_try=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LOCAL_LAST, max_streams=1, chunks_to_try=(1, 2, 4))

@@ -142,7 +142,7 @@ class _RingGatherByPuts(_Ring, put.PutGather):
     of the last shard."""
 
     def shard_in_window(self, op: Op) -> str | None:
-        """Peers never get from this rank."""
+        """None, because peers never get from this rank."""
         return None
 
     def signal(self, buffer: str, state: str) -> None:

@@ -58,8 +58,8 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """True if each rank of a transfer's target mesh already holds its shard. The shard is then the whole local tensor of the rank, or a
-        block of an unsharded dim."""
+        """True if each rank of a transfer's target mesh already holds its shard, as its whole local tensor or as a block along unsharded
+        dims."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -81,8 +81,8 @@ class Dataflow:
 @dataclass(frozen=True)
 class LoopSteps:
     """An iteration of a loop, as expressions over the loop index. In a loop by shard, the iteration covers chunk `subchunk` of the
-    `subchunks` chunks of rank `owner`. Across shards, the iteration covers the same slice of every rank's shard. `chunk_loops.shards`
-    returns `shards`. `LoopPart` describes `rows` and `start`."""
+    `subchunks` chunks of rank `owner`. Across shards, the iteration covers the same slice of every rank's shard. See
+    `chunk_loops.shards` for `shards`, and `LoopPart` for `rows` and `start`."""
 
     mesh: Mesh
     index: Var

@@ -1,7 +1,7 @@
 """Moves between meshes, and reductions to a mesh. The ranks of the source mesh send, and the ranks of the target mesh receive.
 
-If a rank is in both meshes, sends and receives are in one group. Outside of loops, a rank may broadcast its local tensor to several ranks
-instead. If the transport lacks send and recv, the receivers get the blocks from windows of the senders.
+If a rank is in both meshes, the sends and receives of a move are in one group. Outside of loops, a rank may broadcast its local tensor to
+several ranks instead. If the transport lacks send and recv, the receivers get the blocks from windows of the senders.
 """
 
 from collections.abc import Callable, Iterable, Iterator

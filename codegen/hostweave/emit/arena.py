@@ -16,7 +16,7 @@ def arena_plan(events: MemoryEvents, context: ProgramContext) -> str:
 
 
 def calls_functions(events: MemoryEvents) -> bool:
-    """True if the plan of a body calls the plans of functions, and passes the sizes to them."""
+    """True if the plan of a body calls the plans of functions."""
     return any(isinstance(event, CallEvent) or (isinstance(event, OnRanks) and calls_functions(event.events)) for event in events)
 
 

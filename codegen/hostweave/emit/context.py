@@ -83,7 +83,7 @@ class ProgramContext:
         self.memory_of = {
             f.name: names.of(f"{f.name}_memory", "function") for f in program.functions
         }  # C++ member function that plans the memory of a function
-        for body in bodies(program)[::-1]:  # The user's names are claimed first, so generated names differ from them.
+        for body in bodies(program)[::-1]:  # Claims the user's names before most generated names.
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
             for instruction in tree.walk(body.body):
@@ -160,7 +160,8 @@ class ProgramContext:
         return guarded((self.condition_of_plan(key), f"{plan.member}.prepare({', '.join(plan.prepared_with)});") for key, plan in plans)
 
     def condition_of_plan(self, key: PlanKey) -> str:
-        """C++ condition under which a plan is needed. Omits the mesh or the condition on sizes if uses differ in it."""
+        """C++ condition under which a plan is needed. Omits the mesh if the meshes of the uses differ, and the sizes if their conditions on
+        sizes differ."""
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
         sizes = {condition for _, condition in self.uses_of_plan[key]}
