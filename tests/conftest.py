@@ -33,10 +33,10 @@ from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
-GPU_TESTS = 6  # number of consecutive tests of a file that run on one worker, because they may share programs
+GPU_TESTS = 6  # number of consecutive GPU tests of a file that run on one worker, because they may share programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
-# Long tests start first. Otherwise, one worker might still run a long test when all others are done.
+# Long tests start first. Otherwise, one worker might still run a long test when all other workers are done.
 LONGEST = (
     "test_processes.py",  # Without GPUs, one worker runs the whole file.
     "test_interrupts.py",

@@ -1,4 +1,4 @@
-"""Gathers and reduce-scatters in chunk loops with every algorithm. One program contains all of them for a number of ranks."""
+"""Gathers and reduce-scatters in chunk loops with every algorithm. Each program contains all algorithms of one transport."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
         summed = hw.reshard(a @ b, "M", "N").stream("M", chunks=2).named("rows_of_all")
         turned = hw.reshard(hw.copy(t), "B", "M", "N@x").stream("B", chunks=2).named("turned")
         scaled = []
-        for by in (gathers[0], "ring"):  # These loops have a kernel whose result is in the memory of the received chunk.
+        for by in (gathers[0], "ring"):  # With p2p, the result of the kernel is in the memory of the received chunk.
             arrived = hw.reshard(hw.copy(x), "M", "K").stream("M", chunks=chunks, algorithm=by)
             scaled.append(((arrived * 2).stream("M", chunks=chunks) @ w).stream("M", chunks=chunks).named(f"scaled_{by}"))
         rows = [hw.reshard(a @ b, "M@x", "N").stream("M", chunks=chunks, algorithm=by).named(f"rows_{by}") for by in scatters]

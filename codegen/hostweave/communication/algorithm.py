@@ -73,8 +73,8 @@ class Lowering:
     shard, only an argument has `owner`."""
 
     needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
-    # Emits the matmul whose result is `adds`. Arguments: True to add to the contents of the result's buffer, and this buffer, or None for
-    # the default.
+    # Emits the matmul whose result is `adds`. If the first argument is True, adds the contents of the matmul's own buffer. The second
+    # argument is another buffer for the result, or None.
     multiply: Callable[[bool, str | None], None] | None = None
 
     def __init__(

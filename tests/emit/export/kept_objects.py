@@ -1,4 +1,4 @@
-"""Compiler command for CMake that caches objects of the runtime. All exports have the same runtime sources."""
+"""Compiler launcher for CMake that caches objects of the runtime. All exports have the same runtime sources."""
 
 import fcntl
 import hashlib

@@ -1,4 +1,4 @@
-"""`hostweave export --wheel` builds a Python module of a program that does not need Hostweave."""
+"""`hostweave export --wheel` makes a program a Python module. The module does not need Hostweave."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recurrent(x, z, **given):
     return x, *states, hw.reshard(z + z, "S@zigzag(x)"), hw.sum(z, axis=0)
 '''
 
-# Runs all ranks as threads, or one rank. Hostweave is not imported.
+# Runs all ranks as threads, or one rank. An import of Hostweave would fail.
 USE = """
 import sys
 sys.modules["hostweave"] = None
