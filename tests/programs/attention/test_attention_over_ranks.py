@@ -1,4 +1,4 @@
-"""Attention with sharded keys, and with sharded rows and keys. The results of blocks of keys are combined. Heads may be sharded too."""
+"""Attention with sharded keys, and with sharded queries and keys. The results of blocks of keys are combined. Heads may be sharded too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = [hw.bf16, hw.f16, hw.bf16, hw.bf16, hw.f16]
 
 @cache
 def over_ranks(mesh: hw.Mesh, t: DType) -> Fusion:
-    """Attention of replicated rows, one or several, to sharded keys. Attention of sharded rows to sharded keys, with gradients."""
+    """Attention of one or 7 queries per head to sharded keys. Attention of sharded queries to sharded keys, with gradients."""
     heads, groups = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp"
 
     @hw.fusion(
@@ -106,9 +106,9 @@ def test_on_gpus(sizes: dict[str, int]) -> None:
 
 
 def test_keys_are_not_sent() -> None:
-    """If queries are replicated, ranks send only one number and one result per row.
+    """Keys are sent only if queries are sharded, or if several queries have a window, or lengths and a causal mask.
 
-    Keys are sent if rows are sharded, or if several rows have a window, or lengths and a causal mask.
+    Otherwise, ranks send one number and one result per query.
     """
     cached = hw.bf16[2, 4, "T@cp", 16]
 

@@ -27,7 +27,7 @@ def test_both_transports_have_the_same_ir(name: str, ranks: int) -> None:
     assert HostProgram.parse(str(host)) == host
     assert "two_sided" not in str(host)
     assert (" peer" in str(host)) == (fusion.mesh.size > 1)
-    for more in (0, 1, 1 - ranks):  # Blocks have one size or two sizes, or some are empty.
+    for more in (0, 1, 1 - ranks):  # Sizes are even, uneven, or smaller than the number of ranks.
         arrays = integer_arrays(host, sizes_of(host, 1 if more < 0 else 3, more), seed=0)
         ranks_of = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
         expect(fusion, arrays, [results if len(results) > 1 else results[0] for results in ranks_of], exact=True)
@@ -83,7 +83,7 @@ def test_a_part_is_copied_before_others_read_it() -> None:
 
 
 def test_a_named_uneven_size_is_moved_by_remote_reads() -> None:
-    """A call with an uneven size compiles a variant in which this size is an int. Remote reads move the blocks of the variant."""
+    """A call with an uneven size compiles a variant in which this size is an int. In the variant, each rank reads the whole tensor."""
     mesh = hw.Mesh(x=3)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M"].on(mesh.ranks([0])))

@@ -25,7 +25,7 @@ WHOLLY = (
     "matmul_ar",
     "matmul_ar_ag",
     "ag_matmul_flat_chunked",
-)  # If the transport is stated, all communication of these programs uses windows.
+)  # With transport peer or one_sided, all communication of these programs uses windows.
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
     ("ag_matmul_ring", 4),
     ("matmul_rs_ring", 3),

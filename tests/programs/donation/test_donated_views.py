@@ -119,8 +119,8 @@ def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """The program has only two copies. One is of a view of a donated input, before the input is overwritten. The other is of an argument
-    that is passed twice."""
+    """The program has only two copies. One is of a view of a donated parameter, before the parameter is overwritten. The other is of an
+    argument that is passed twice."""
 
     @hw.block(donate=("x",), x=HELD, y=HELD)
     def summed(x, y):  # type: ignore[no-untyped-def]
@@ -136,7 +136,7 @@ def test_nothing_else_is_copied() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_views_in_donated_memory(ranks: int) -> None:
-    """Results are views of one input, views of two inputs that swap memory, and a local slice in the memory of a shard."""
+    """Views of b and g stay in their memory. Views of c and d swap memory. A local slice of g is in the memory of e."""
     square = hw.f32["M@x", "M"]
 
     @hw.fusion(
