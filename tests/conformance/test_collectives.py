@@ -1,4 +1,4 @@
-"""Every collective with every supported dtype, on 1 to 8 ranks. The result of each rank is compared with NumPy.
+"""Every collective with every supported dtype, on 1, 2, 3, 4 and 8 ranks. The result of each rank is compared with NumPy.
 
 One program per number of ranks contains all collectives, so that few programs are compiled.
 """
@@ -91,8 +91,8 @@ def compiled(ranks: int, target: str) -> hw.Program:
 
 
 def arrays(ranks: int, seed: int) -> dict[str, Array]:
-    """Small integers. They may be negative if the dtype is signed. Sums and products are exact in every dtype, but products of 8-bit
-    integers may wrap around."""
+    """Small integers. They may be negative if the dtype is signed. Sums and products are exact, except products of 8-bit integers, which
+    may wrap around."""
     random = np.random.default_rng(seed)
     result = {}
     for dtype in DTYPES.values():

@@ -168,7 +168,7 @@ def test_signs(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_unused_communication_is_removed(streamed: bool) -> None:
-    """The channel is also removed, on all ranks."""
+    """The channel of the unused communication is also removed, on all ranks."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp", "K@tp"])
     def needs_one(x):

@@ -83,8 +83,8 @@ SEEDS = 4
 
 
 def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
-    """Small sizes. For seeds 0 and 1, the sizes are even on both meshes. For other seeds, the sizes are uneven if the program allows this.
-    Then the last ranks have fewer elements or none."""
+    """Small sizes. For seeds 0 and 1, the sizes are even on both meshes. For other seeds, the sizes may be uneven if the program allows
+    this. Then the last ranks have fewer elements or none."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)
     even = {"A": ranks * (1 + seed % 2), "B": ranks * (2 - seed % 2), "C": ranks}

@@ -80,7 +80,7 @@ class Writer:
         return ("K", "N") if i % 2 == 0 else ("N", "K")
 
     def declare(self, i: int) -> None:
-        """Declares the inputs of layer i: weights [N, K], their scales if they have 8 bits, and the weights of norms and epilogues."""
+        """Declares the inputs of layer i. The weights are [N, K], and have scales if they have 8 bits."""
         draw, (k, n), m = self.draw, map(self.size, self.dims(i)), self.size("M")
         wide = draw.choice([hw.f32, hw.bf16])
         if i == 0:
@@ -176,7 +176,7 @@ class Writer:
         return y.stream(self.draw.choice([0, 0, 0, 1]), chunks, algorithm=self.draw.choice([None, None, *GATHERS, *SCATTERS]))
 
     def fusion(self, loops: bool) -> Fusion:
-        """Returns the program, with chunk loops if `loops`. The other random choices do not depend on `loops`."""
+        """Returns the program, with chunk loops if `loops`. Each call starts from the same random state."""
         self.loops, self.results = loops, []
         state = self.draw.getstate()
 
