@@ -232,7 +232,7 @@ def test_sums_of_gathered_rows_are_vectorised() -> None:
 
 
 def test_values_of_a_term_stay_in_the_loop_over_terms() -> None:
-    """A value that is equal for all terms of a sum is computed before the loop. A divisor of each term is computed in the loop."""
+    """A value that is equal for all terms of a sum is read before the loop. A divisor per term is read once per iteration."""
 
     text = kernels(lambda x, a, b, c: hw.sum(x / b * (a / b) * c, 0), x=hw.f32[4, "N"], a=hw.f32[4, 1], b=hw.f32[4, 1], c=hw.f32[1, 1])
     before, inside = text.split("for (int64_t i = 0; i < 4; ++i) {")

@@ -185,7 +185,7 @@ def test_kernels_compute_what_numpy_does(dtype: str, target: str) -> None:
     compiled.close()
 
 
-# Kernels with several results. The second result is in the memory of %a.
+# Kernels with several results. The second result overwrites the operand %a.
 SEVERAL = {
     "pointwise": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = subtract(%b, %a)\nreturn %h, %y",
     "chained": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = add(%h, %b)\nreturn %h, %y",
@@ -263,7 +263,8 @@ def test_kernels_with_other_differences_are_not_shared(op: str, length: int) -> 
 
 
 def test_kernels_of_many_ops() -> None:
-    """One kernel has 400 consecutive ops, too many for three nested Python calls per op. The other kernel has reductions of reductions."""
+    """One kernel has 400 consecutive ops. Three nested Python calls per op would exceed the recursion limit. The other kernel has 20 nested
+    reductions."""
 
     def rows(x):  # type: ignore[no-untyped-def]
         y = x

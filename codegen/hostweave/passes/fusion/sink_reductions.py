@@ -40,8 +40,8 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of an op's result, and their type. Each rank applies the op to `operands`. For operands in `summed`, it reads
-    the terms instead of the sum."""
+    """Terms of an op's result, and their type. Each rank applies the op to `operands`. For operands in `summed`, the rank reads its term
+    instead of the sum."""
 
     type: TensorType
     operands: tuple[str, ...]

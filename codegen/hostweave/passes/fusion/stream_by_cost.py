@@ -1,4 +1,4 @@
-"""Streams matmuls next to reshards, and gathers of keys, if the cost model predicts a gain at the stated sizes.
+"""Streams matmuls next to reshards, and gathers of keys and values of attention, if the cost model predicts a gain at the stated sizes.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] = matmul(%x_gathered, %w)

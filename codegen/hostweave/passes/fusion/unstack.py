@@ -1,5 +1,5 @@
-"""Replaces each select from a stack by the selected value. Removes the stack if no op reads all of it. Keeps selects that are returned,
-that change the sharding, or that are in chunk loops.
+"""Replaces selects from a stack by the selected values, except selects that are returned, that change the sharding, or that are in chunk
+loops. Removes the stack if no op reads it any more.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))

@@ -77,7 +77,7 @@ class Links:
         self._moved: dict[int, int] = {}  # number of a definition -> number of the launch before which the definition moves
 
     def fuse(self, fits: Callable[[Place], bool] = lambda _: True) -> bool:
-        """Fuses each launch for which `fits` is true into its consumers, from last to first. Returns True if a launch was fused."""
+        """Fuses launches for which `fits` is true into their consumers, from last to first. Returns True if a launch was fused."""
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
         while waiting:
