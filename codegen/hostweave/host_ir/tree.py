@@ -110,7 +110,7 @@ class Instruction:
         return None
 
     def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Entries of `readers` that belong to ranks from which this rank receives data."""
+        """Entries of the ranks from which this rank receives data. `readers` has one entry per rank of the process group."""
         return readers
 
     @property
@@ -205,7 +205,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 
 
 def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
-    """Renames objects in all fields with a wanted role."""
+    """Renames the objects that `names` returns."""
     changed: dict[str, Any] = {}
     for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)

@@ -8,8 +8,7 @@ gets
 
     distribute: a block reduces an element
 
-because %x is contiguous along j. If %x is contiguous along i, and no result varies along j, a block reduces a tile of
-columns instead.
+because %x is contiguous along j. If %x is contiguous along i, a block usually reduces a tile of columns instead.
 """
 
 from dataclasses import replace

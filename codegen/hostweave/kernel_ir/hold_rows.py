@@ -1,5 +1,5 @@
-"""Splits rows over threads, which hold rows in registers. A row is held if several loop nests (walks) use it. A row may also be held so
-that threads load it before a reduction that precedes its use.
+"""Splits rows over threads, which hold rows in registers. A row is held if it fits, and several loop nests
+(walks) use it. A row may also be held so that threads load it before a reduction that precedes its use.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -34,7 +34,7 @@ from hostweave.types.machine import Machine
 WARP = 32
 ROW_THREADS = 512  # most threads that share a row of known length
 MANY_THREADS = 1024  # replaces ROW_THREADS if threads hold computed values, which need more registers
-LANES_PER_ROW = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp then has several rows
+LANES_PER_ROW = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp may then have several rows
 LINE = 8  # preferred minimum of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and most threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference

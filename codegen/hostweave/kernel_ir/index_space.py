@@ -42,7 +42,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:
-    """Loop dim of size 1 for a kernel that keeps no index, with the strides of contiguous rows."""
+    """Loop dim of size 1 for a kernel without kept indices. Its strides are those of contiguous rows."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}

@@ -95,7 +95,7 @@ class Loops:
     resident: int = 0  # number of blocks that must fit into the registers of a multiprocessor; 0 if no pass has chosen a number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs that are loaded, and values that are computed, outside of the innermost loop
-    prepared: tuple[str, ...] = ()  # values of `outside` by which the innermost loop divides
+    prepared: tuple[str, ...] = ()  # inputs and values of `outside` by which the innermost loop divides
     held: tuple[str, ...] = ()  # inputs and values whose rows threads hold in registers
     index: str = "int64_t"  # C++ type of linear element indices; `Index` has 32 bits if all indices of the launch fit
 
@@ -227,7 +227,7 @@ class Loops:
 
     @property
     def outside_nests(self) -> tuple[str, ...]:
-        """Values of `outside` that do not change in the loops over the reduced dims."""
+        """Inputs and values of `outside` that do not change in the loops over the reduced dims."""
         return tuple(name for name in self.outside if not self.space.is_whole(name))
 
     def letters(self) -> dict[LoopDim, str]:
@@ -296,5 +296,5 @@ def gathers_in_order(op: Op) -> bool:
 
 
 def index_at(op: Op, dim: int) -> str:
-    """Name of the access of the result's index in a dim. An op reads the element that this index selects."""
+    """Name of the access that stands for the index of the op's result in a dim."""
     return f"{op.result.name} {dim}"

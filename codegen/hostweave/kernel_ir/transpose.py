@@ -18,7 +18,7 @@ from hostweave.kernel_ir.loops import BY_THREAD, BY_TILE, ONE, ZERO, Loops
 from hostweave.types.machine import Machine
 
 LEAST = 16  # elements; a tile of a shorter dim would be mostly empty
-BYTES = 4  # largest size of an element, in bytes, for which a tile fits into shared memory
+BYTES = 4  # largest size of an element of the transposed result, in bytes
 
 
 def transpose(loops: Loops, machine: Machine) -> Loops:

@@ -1,4 +1,4 @@
-"""Computes attention block by block, in the chunk loop that gathers the keys. The loop has one chunk per rank.
+"""Computes attention block by block, in the chunk loop that gathers the keys and values. The loop has one chunk per rank.
 
     %k_gathered: bf16[G, T, 64] stream(T, 2, put) = all_gather(%k, dim=1, axes=(cp))      # q: [H, S@cp, 64], k and v: [G, T@cp, 64]
     %v_gathered: bf16[G, T, 64] stream(T, 2, put) = all_gather(%v, dim=1, axes=(cp))
