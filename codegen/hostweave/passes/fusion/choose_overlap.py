@@ -42,7 +42,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop. The loop splits dim `dim` of the op's result. `change` is the step of a reshard."""
+    """An op of a loop. The loop splits dim `dim` of the op's result. `change` is the step if the op is a reshard step."""
 
     op: Op
     dim: int
@@ -272,7 +272,7 @@ class _Choice:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
-        """Describes a dim of known size with shards of unequal sizes, if the loop or a reshard splits this dim. "" if there is none."""
+        """Describes a dim of known size with shards of unequal sizes, if the loop splits it or a reshard changes its axes. Otherwise ""."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         for type in types:
             for dim, own in enumerate(type.dims):
@@ -358,8 +358,8 @@ class _Loops:
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if one communication can do both `op` and the gathers of the loop. An op must read the result of `op`, and also the result
-        of the loop's first op."""
+        """True if one communication can do both `op` and the gathers of the loop. A third op must read the results of `op` and of the
+        first gather."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False

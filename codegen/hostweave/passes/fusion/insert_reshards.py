@@ -36,7 +36,7 @@ SUFFIXES = {
 
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """Inserts reshards. Also inserts casts of partial sums if the transport cannot reduce their dtype, or if `partial_dtype` asks for
+    """Inserts reshards. Also inserts casts of partial values if the transport cannot reduce their dtype, or if `partial_dtype` asks for
     another dtype. After this pass, the operands of every op except reshards have the layouts that the op needs."""
     return _Insertion(fusion, options).rewritten()
 
@@ -73,7 +73,7 @@ class _Insertion(OpRewriter):
         self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
 
     def resolve(self, op: Op) -> None:
-        """Emits a reshard. If its operand is a partial value that was cast to another dtype, casts the sum back."""
+        """Emits a reshard. If its operand is a partial value that was cast to another dtype, casts the result back."""
         (source,) = op.tensors
         if source not in self.carried:
             self.emit(op)

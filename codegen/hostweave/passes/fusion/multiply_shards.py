@@ -34,7 +34,7 @@ EPILOGUES = ("add", *ir.ACTIVATIONS)  # ops that can be the epilogue of a matmul
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
     """Forms loops for gathers that `overlap_communication` splits into chunks."""
-    done = {loop.gathered for loop in fusion.loop_of.values()}  # gathers with a loop in the text of the program
+    done = {loop.gathered for loop in fusion.loop_of.values()}  # gathers that already have a loop, as in a parsed program
     chunks = {choice.value: choice.chosen.chunks for choice in fusion.choices if choice.value not in done}
     loops: dict[str, ChunkLoop] = {}  # matmul -> loop of the matmul and its epilogues
     for op in fusion.ops:

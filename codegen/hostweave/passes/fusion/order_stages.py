@@ -30,8 +30,8 @@ def order_stages(fusion: Fusion, options: Options) -> Fusion:
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
     in_ns = {name: round(time * 1e9) for name, time in times.items()}  # With integers, equal sums compare equal.
     moves = {op.result.name: 0 for op in fusion.ops if op.kind in TO_OTHER_MESHES}
-    # Scheduling assumes that moves take no time. With real times, a rank would start a long op just before a move becomes possible. The
-    # move would then wait for the op.
+    # Scheduling assumes that moves take no time. With real times, the input of a move is often ready slightly after the rank is free. The
+    # rank would then start a long op, and the move would wait for this op.
     ordered = _Ranks(fusion, in_ns | moves).scheduled()
     ranks = _Ranks(fusion, in_ns)
     return replace(fusion, body=ordered) if ranks.time_of(ordered) < MAX_TIME_RATIO * ranks.time_of(fusion.ops) else fusion
