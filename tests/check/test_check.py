@@ -1,4 +1,4 @@
-"""The static check reports faults with exact messages, and accepts correct programs."""
+"""The static check reports faults, and accepts correct programs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ RULES = {
         "text:8: rank 0, the caller's stream: deallocate %b frees %b while rank 0, ring[0]: copy %x -> %b writes it: "
         "nothing orders them; add join ring between them",
     ),
-    "freed memory that another stream reuses before a fork": (
+    "freed memory that another stream reuses without a fork": (
         "%a = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %a\ncopy %a -> %y\n}\njoin ring\ndeallocate %a\n"
         "stream ring[1] {\n%b = allocate f32[2, N]\nfill %b with 0.0\n}\njoin ring",
         "text:11: rank 0, ring[1]: %b = allocate f32[2, N] may get bytes of %a, which rank 0, the caller's stream: deallocate %a frees: "
@@ -239,7 +239,7 @@ RULES = {
         "which comes after rank 0, ring[0]: recv %y from 1 - rank.x on x: "
         "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
-    "two streams on a device that runs communications in the order of their posts": (
+    "a recv that is posted before the matching send on both ranks": (
         f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\n}}\nstream ring[1] {{\nsend %x to {OTHER}\n}}\njoin ring",
         "text:4: rank 0, ring[0]: recv %y from 1 - rank.x on x meets rank 1, ring[1]: send %x to 1 - rank.x on x, "
         "which is posted after rank 1, ring[0]: recv %y from 1 - rank.x on x, which meets rank 0, ring[1]: send %x to 1 - rank.x on x, "
@@ -251,7 +251,7 @@ RULES = {
         "%v = select %x[0: 2]",
         "text:2: rank 0, the caller's stream: %v = select %x[0: 2]: 2 is outside of 0..2: keep the index inside the dim",
     ),
-    "a slice outside of its dim on one rank": (
+    "a chunk outside of its dim on one rank": (
         "%v = chunk %x[0: rank.x * 2 of 2]",
         "text:2: rank 1, the caller's stream: %v = chunk %x[0: rank.x * 2 of 2]: rank.x * 2 = 2 is outside of 0..2: "
         "keep the index inside the dim",
@@ -312,7 +312,7 @@ def test_rule(rule: str) -> None:
     assert str(caught.value) == message
 
 
-# Rank 1 sends a message back. This message orders the copy on ring[1] of rank 0 after the copy on ring[0].
+# Rank 1 answers a message of rank 0. The answer orders the copy on ring[1] of rank 0 after the copy on ring[0].
 ROUND_TRIP = """\
 %b = allocate f32[2, N]
 %c = allocate f32[2, N]
@@ -394,7 +394,8 @@ kernel @add_turned(%a: f32[4, 4]) {
 
 
 def test_a_launch_in_place() -> None:
-    """The result of a kernel may be in the memory of an input only if each element depends only on the same input element."""
+    """The result of a kernel may be in the memory of an input only if each element of the result depends on no other element of this
+    input."""
     head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:
