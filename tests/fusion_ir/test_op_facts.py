@@ -40,7 +40,7 @@ def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.T
 
 
 HEADS = {"q": hw.f32[2, "H", "S", 8], "k": hw.f32[2, "H", "T", 8], "v": hw.f32[2, "H", "T", 8], "bias": hw.f32["H", "S", "T"]}
-# In EXAMPLES, the cast to i32 is not linear, and the pad of both dims leaves no dim that ranks can share.
+# In EXAMPLES, `astype` casts to i32, which is not linear. `pad` pads both dims, so ranks can share neither of them.
 OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {
     "astype": lambda x: hw.astype(x, hw.f32),
     "pad": lambda x: hw.pad(x, (1, 2), value=7),
@@ -166,7 +166,8 @@ def test_nonlinear_ops_are_detected(kind: str) -> None:
 
 
 def expect_shared(case: Case) -> int:
-    """Splits the dims of each index label of an op in two. Tests that the op on blocks gives a block of the result, or a partial result.
+    """Splits the dims of each index label that ranks may share in two. Tests that the op on blocks gives a block of the result, or a
+    partial result.
 
     Returns the number of tested labels.
     """
@@ -181,7 +182,7 @@ def expect_shared(case: Case) -> int:
         ]
         if any(part is None for block in blocks for part in block):
             continue  # A dim of odd size cannot be halved.
-        if case.op.kind in GROUPED and label == "t":  # Groups are bounded by global row numbers, so a rank needs that of its first row.
+        if case.op.kind in GROUPED and label == "t":  # Groups end at global row numbers, so a rank needs the number of its first row.
             blocks = [[*block, rank * len(block[0])] for rank, block in enumerate(blocks)]
         whole = case.run(case.operands[0])
         if label in indices.result:
