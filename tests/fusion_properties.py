@@ -48,8 +48,8 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
     """Compares the results of the program with those of NumPy. A fusion with user kernels is lowered and checked. The interpreter then
     executes a copy in which built-in ops replace these kernels.
 
-    A program may be impossible at the sizes of the generator, such as `M/2` for M = 7. Such a program is compared at other sizes. Returns
-    False if nothing was compared.
+    A program may be impossible at the sizes of the generator, for example if it needs `M/2` and M is 7. Then it is compared at other sizes.
+    Returns False if nothing was compared.
     """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)
@@ -122,7 +122,7 @@ def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: S
 
 
 def parts(count: int, many: int) -> list[Any]:
-    """Divides the seeds into parts for the workers: a few parts by default, many more with -m slow."""
+    """Divides the seeds into parts for the workers: four parts that run by default, and the parts that only `-m slow` runs."""
     some = [range(count)[i::4] for i in range(4)]
     return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
 

@@ -9,7 +9,7 @@ dtype = hw.bf16
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_matmul_put(x, w):
-    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # x is put, because an input is not in a window.
+    return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")  # Ranks put x. Peers cannot get x, because an input is not in a window.
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
@@ -44,4 +44,4 @@ def residual_put(x, h, w):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"])
 def ag_pieces_put(x, w):
-    return hw.matmul(x, w).stream("M", chunks=2 * D, algorithm="put")  # There are two chunks per shard, so each peer gets two puts.
+    return hw.matmul(x, w).stream("M", chunks=2 * D, algorithm="put")  # There are two chunks per shard, so each peer receives two puts.

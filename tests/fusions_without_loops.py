@@ -41,8 +41,8 @@ def permutes(x, k, v, b):
 
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])
 def two_axes(x, w):
-    y = hw.reshard(hw.matmul(x, w), "M@dp", "N@tp")  # The process groups are along tp.
-    return hw.reshard(y, "M", "N"), hw.sum(y, axis=(0, 1))  # The all-reduces are along dp, and along both axes.
+    y = hw.reshard(hw.matmul(x, w), "M@dp", "N@tp")  # This is a reduce_scatter along tp.
+    return hw.reshard(y, "M", "N"), hw.sum(y, axis=(0, 1))  # There are gathers along dp and tp, and an all-reduce along both.
 
 
 @hw.block(x=dtype["M@x", "E"], w_in=dtype["E", "F@x"], w_out=dtype["F@x", "E"])

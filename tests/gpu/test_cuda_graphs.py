@@ -475,7 +475,7 @@ def test_a_first_call_in_a_capture_is_refused() -> None:
 
 def test_a_query_on_another_thread_does_not_end_a_capture() -> None:
     """While torch captures, another thread queries the state of calls, as the watchdog does. In torch's default mode, CUDA forbids unsafe
-    calls on all threads. A query that makes such a call would end the capture."""
+    calls on all threads. A query that makes such a call would invalidate the capture."""
     program = mlp_on(1)
 
     def body(rank: int, group: hw.Group) -> None:

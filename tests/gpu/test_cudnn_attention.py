@@ -22,8 +22,8 @@ WINDOW = 100
 
 @cache
 def masks(t: DType, size: int, group: int) -> Fusion:
-    """Attention without a mask, with both causal masks, and with a window. Queries and keys are [B, H, S, D], and values are [S, B, H,
-    D]."""
+    """Attention without a mask, with both causal masks, and with a window. Queries are [B, H, S, D], keys [B, H, T, D], and
+    values [T, B, H, D]."""
 
     @hw.fusion(q=t["B", 8, "S", size], k=t["B", 8 // group, "T", size], v=t["T", "B", 8 // group, size])
     def masks(q, k, v):  # type: ignore[no-untyped-def]
@@ -257,8 +257,8 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 
 def test_cases_that_cudnn_lacks() -> None:
-    """cuDNN does not support lengths with a diagonal that does not start at row 0. It also does not support misaligned operands. They are
-    copied."""
+    """cuDNN does not support lengths with a diagonal that does not start at row 0. Misaligned operands are copied, because cuDNN does not
+    support them."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"
@@ -286,7 +286,7 @@ def test_cases_that_cudnn_lacks() -> None:
 
 @cache
 def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> Fusion:
-    """Attention of packed sequences, with gradients. `order` is the order of the dims of operands and results."""
+    """Attention of packed sequences, with gradients. `order` permutes the dims of operands and results to [B, H, S, D]."""
     back = tuple(order.index(dim) for dim in range(4))
 
     def laid(heads: int) -> Any:
