@@ -35,8 +35,8 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
     """Runs `program` on all ranks. Returns the outputs of each rank by name.
 
     An input is a global array, or a list of local arrays, with None for ranks without the input. Outputs are local. A rank has only the
-    outputs of its meshes. `sizes` has the sizes that the inputs do not determine. Raises ExecutionError for user kernels, if communications
-    do not match, and if all remaining ranks wait for each other.
+    outputs of its meshes. `sizes` has the sizes that the inputs do not determine. Raises ExecutionError for user kernels, communications
+    that do not match, and deadlocks.
     """
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.arguments}
     shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.arguments}

@@ -90,8 +90,8 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
 
 
 def test_inlined() -> None:
-    """Each inlined call has separate memory. The memory that is live until the end of a block is deallocated there. The next call may reuse
-    this memory."""
+    """Each inlined call has separate buffers. Top-level buffers of the function are deallocated after the call, so that the next call can
+    reuse their memory."""
     host = HostProgram.parse(CPU_DEVICE)
     verify_host(host)
     flat = inlined(host)

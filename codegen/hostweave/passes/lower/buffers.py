@@ -73,8 +73,8 @@ class Buffers:
             return self.b.reshape(view.src, view.shape, source)
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer that an op reads: the current chunk if the operand has the dim of the loop, otherwise the whole operand. The dims of the
-        buffer match the dims of the result's chunk."""
+        """Buffer that an op reads: the current chunk if the loop splits the operand, otherwise the whole operand. The buffer broadcasts to
+        the result's chunk like the operand to the result."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:
