@@ -132,7 +132,7 @@ def _other_condition(i: tree.Instruction) -> Iterator[tuple[str, tree.Instructio
 
 
 def _of_other_rank(i: tree.Instruction, mesh: Mesh) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields the instruction with the coordinates of the next rank in its expressions."""
+    """Yields the instruction with the coordinates of the next rank in one of its expressions."""
     for expr in tree.expressions(i):
         if any(isinstance(leaf, Coordinate | Rank) for leaf in leaves(expr)):
             yield "another rank", tree.with_expressions(i, lambda e, expr=expr: _next_rank(e, mesh) if e is expr else e)
@@ -191,7 +191,7 @@ def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterat
 
 
 def _swapped(walked: list[tree.Instruction], types: dict[str, BufferType], name: str, edited: Callable[..., HostProgram]) -> Iterator[Any]:
-    """Yields mutants in which two instructions of the same kind, such as calls of two layers, have swapped one operand."""
+    """Yields mutants in which two matmuls, two launches of one kernel, or two calls of one function exchange one operand."""
     by_kind: dict[object, list[int]] = defaultdict(list)
     for number, i in enumerate(walked):
         if isinstance(i, ir.Matmul | ir.Call) or tree.names(i, "launch"):

@@ -1,4 +1,4 @@
-"""The pass choose_overlap: the ops of a chunk loop, the range of an iteration, and the algorithm of the loop."""
+"""The pass choose_overlap: the ops of chunk loops, their chunks, and their algorithms."""
 
 from __future__ import annotations
 
