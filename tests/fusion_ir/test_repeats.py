@@ -62,7 +62,7 @@ def arrays_of(fusion: Fusion) -> dict[str, Any]:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_indices_of_one_tensor_are_a_slice(backward: bool) -> None:
-    """Each call takes the next element of one tensor, such as a random seed per layer. The repeat then takes a slice of this tensor."""
+    """Consecutive calls take adjacent elements of one tensor, such as a random seed per layer. The repeat takes a slice of this tensor."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], number=hw.f32[()])
     def layer(x: hw.Tensor, w: hw.Tensor, number: hw.Tensor) -> hw.Tensor:
@@ -257,8 +257,8 @@ def test_a_repeat_needs_no_group() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("count", [3, 6])
 def test_calls_that_use_the_previous_tensor(count: int, backward: bool) -> None:
-    """A backward pass uses the input of each layer, and this input is a result of the previous layer. Gradients are resharded where they
-    are used."""
+    """A backward pass uses the input of each layer, and this input is a result of the previous layer. The function `back` reshards
+    the gradients."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], s=hw.f32["M@x", "E"])
     def back(x: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -320,7 +320,7 @@ def test_carried_values_can_be_returned(backward: bool) -> None:
 def taken_again(
     both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
 ) -> Fusion:
-    """Calls of layers, and then calls in reverse order, as in a backward pass. The later calls read inputs of layers, results, or both."""
+    """Calls of layers, and then calls in reverse order, as in a backward pass. `both` names the tensors of a layer that a later call reads."""
 
     @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
