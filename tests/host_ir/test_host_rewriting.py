@@ -1,5 +1,4 @@
-"""Rewriting of host programs. Rules are applied to rewritten bodies. Single instructions can be edited, also inside other edited
-instructions."""
+"""Rewriting of host programs by rules, and by edits of single instructions, also inside other edited instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of host programs: printing and parsing are inverse. Invalid text raises ParseError with a location, and no other exception."""
+"""Text of host programs: printing and parsing are inverse. Invalid text raises ParseError with a location."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ TOKEN = re.compile(r"\s+|->|\.\.|\w+|[^\s\w]")
 def test_truncated_text() -> None:
     tokens = TOKEN.findall(EVERYTHING.rstrip())
     for end in range(len(tokens)):
-        if end == 0 or not tokens[end - 1].isspace():  # If only the space after a token is missing, the text is valid.
+        if end == 0 or not tokens[end - 1].isspace():  # A space at the end changes nothing.
             with pytest.raises(ParseError):
                 HostProgram.parse("".join(tokens[:end]))
 
