@@ -173,8 +173,7 @@ def test_case(case: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if "stream" not in CASES[case][2]])
 def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
-    """The text of a fusion may state communications and local slices. No pass before decompose_reshards changes these ops or their
-    operands."""
+    """The text of a fusion may state communications and local slices. Passes keep these ops and add none."""
     inputs, _, after = CASES[case]
     program = fusion(inputs, after, mesh="x=8, y=2")
     for apply in (propagate_sharding, insert_reshards, decompose_reshards):
@@ -192,7 +191,7 @@ def test_sizes_select_the_steps() -> None:
 
 
 def test_costs() -> None:
-    """The chosen steps move no more bytes than any single step or any two steps."""
+    """The chosen steps transfer no more elements than a single step, or than two steps through one of the types."""
     mesh = Mesh(x=4, y=2)
     types = [f32["M@x", "N"], f32["M@y", "N"], f32["M@x,y", "N"], f32["M", "N@y,x"], f32["M@y", "N@x"], f32["M", "N"], f32["M@x", "N@y"]]
     sizes = {"M": 64, "N": 1024}
