@@ -18,7 +18,7 @@ from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
 EVENT_SECONDS = CHUNK_SECONDS / 2  # seconds of a record, or of a wait for an event of another stream
-FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop has two forks and two joins
+FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop by puts has two of each
 LAUNCH_OVERLAP = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
 FIRST_ARRIVAL = 3e-6  # seconds until the last rank arrives at a communication at the start of a call
 MAX_NETWORK_SORT = 2048  # most elements of a fiber that one block sorts with a sorting network: hw::kSorted

@@ -156,7 +156,7 @@ def in_units(size: int) -> str:
 
 
 def ticks(span: float) -> Iterator[float]:
-    """Yields about eight round numbers from 0 to `span`."""
+    """Yields 4 to 9 round numbers from 0 to `span`."""
     if span <= 0:
         return
     power = 10 ** floor(log10(span / 8))

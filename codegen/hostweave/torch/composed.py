@@ -253,7 +253,7 @@ def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
 
 
 def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:
-    """Compares every position with every index."""
+    """torch's scatter_reduce. Compares every position of x along `dim` with every index."""
     if not x.ndim:
         one = (t.reshape(1) for t in (x, index, source))
         return scatter_reduce(next(one), 0, next(one), next(one), reduce, include_self).reshape(())

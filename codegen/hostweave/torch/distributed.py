@@ -133,7 +133,7 @@ def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def cast_parameters(program: ExportedProgram, module: nn.Module) -> None:
-    """Restores the original dtypes of parameters, and casts each parameter before its first use."""
+    """Restores the original dtypes of parameters that `fully_shard` casts. Casts each of these parameters before its first use."""
     dtypes, tensors = _dtypes(module), dict(module.named_parameters(remove_duplicate=False))
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:
