@@ -13,15 +13,16 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# Unit roundoffs of the sums and of the result, and half of the smallest subnormal number. A sum of n products has an error of at most n
-# units of the sum of their absolute values (Higham, Accuracy and Stability of Numerical Algorithms, 3.1; underflow: 2.2).
+# Unit roundoffs of the sums and of the result, and half of the smallest subnormal number. The error of a sum of n products is at most n
+# unit roundoffs times the sum of the products' absolute values (Higham, Accuracy and Stability of Numerical Algorithms, 3.1; underflow:
+# 2.2).
 UNITS = {
     hw.f64: (2.0**-53, 0.0, 0.0),
     hw.f32: (2.0**-24, 0.0, 0.0),
     hw.f16: (2.0**-24, 2.0**-11, 2.0**-25),
     hw.bf16: (2.0**-24, 2.0**-8, 0.0),
 }
-# Rows, experts, K and N. 264 and 392 are not multiples of tiles. The last sizes are odd, so that operands are not aligned.
+# Rows, experts, K and N. 264 and 392 are not multiples of tiles. The last K and N are odd, so that operands are not aligned.
 SIZES = [(40, 8, 128, 256), (700, 9, 256, 384), (4096, 8, 512, 1024), (2100, 8, 264, 392), (200, 5, 67, 129), (333, 5, 67, 129)]
 
 

@@ -113,7 +113,7 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report names the unfinished launch, and the variable HOSTWEAVE_GRAPH_PROGRESS. If this variable is set, the report names
-    lines."""
+    the lines that wait."""
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report

@@ -1,4 +1,4 @@
-"""After `program.prepare` on a GPU, calls with varying sizes neither plan nor allocate."""
+"""After `program.prepare` on a GPU, calls with varying sizes take no more memory of the GPU or the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 GPUS = len(gpus())
 CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # calls in each round, numbers of rows, and sizes of the MLP
-LEAK = 4 << 20  # bytes per round
+LEAK = 4 << 20  # growth of memory that counts as a leak, in bytes per round
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 

@@ -29,7 +29,7 @@ GPUS = len(gpus())
 ALL = max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1)
 DTYPES = {1: hw.f32, 2: hw.f16, 4: hw.bf16, 8: hw.bf16}
 
-# Ignore import warnings of other libraries.
+# Other libraries warn when they are imported.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 

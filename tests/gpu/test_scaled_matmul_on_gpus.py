@@ -24,7 +24,7 @@ def bound(k: int, out: hw.DType, exact: Any, terms: Any) -> Any:
     """Bound of the error of each element. The result is rounded. Each step of 32 products keeps 14 bits of its largest term.
 
     `terms` [M, N] are the sums of the absolute values of the products. DeepSeek-V3 (arXiv:2412.19437, 3.3.2) measured the 14 bits on
-    Hopper. A step truncates 33 terms (32 products and the sum so far). The error of each truncation is less than 2^-13 of the largest term.
+    Hopper.
     """
     return OUT[out] * abs(exact) + k / 32 * 2.0**-13 * terms
 

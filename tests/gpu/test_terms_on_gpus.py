@@ -23,7 +23,7 @@ DTYPES = {hw.bf16: "bfloat16", hw.f16: "float16", hw.f32: "float32"}
 
 
 def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program:
-    """Program with y = x + all_reduce(p), and with y minus its row sums, so that one kernel reads y twice."""
+    """Program that computes y = x + all_reduce(p), and y minus the sums of its rows. So one kernel reads y twice."""
 
     @hw.fusion(mesh=hw.Mesh(tp=RANKS), x=dtype["T", width], p=dtype[f"{RANKS}@tp", "T", width])
     def reduced(x: hw.Tensor, p: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

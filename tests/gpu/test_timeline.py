@@ -1,4 +1,4 @@
-"""Timelines measured on GPUs: each instruction has a time, in program order."""
+"""Timelines measured on GPUs: each computation has a time, and events end after the events on which they depend."""
 
 from __future__ import annotations
 
