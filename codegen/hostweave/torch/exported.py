@@ -331,7 +331,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Inserts an op before each use of a detached value. Decompositions keep this op."""
+    """Inserts an op before each use of a value of detach() or torch.no_grad(). Decompositions keep this op."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name == "aten.detach_.default":
@@ -346,8 +346,8 @@ def _mark_detached(graph: Graph) -> None:
 
 
 def _mark_uses(graph: Graph, node: Node) -> None:
-    """Marks each use of a value and of its views. Does not mark the value itself, because a write to the tensor that was detached may
-    change the value before a use."""
+    """Marks each use of a value and of its views. Does not mark the value itself, because a write to the operand of detach() may change
+    the value before a use."""
     for user in list(node.users):
         if is_view(user):
             _mark_uses(graph, user)
@@ -359,12 +359,12 @@ def _mark_uses(graph: Graph, node: Node) -> None:
 
 
 def _expect_unwritten(node: Node) -> None:
-    """Refuses writes to a node and to its views, because they would also change the tensor that was detached."""
+    """Refuses writes to a node and to its views, because they would also change the operand of detach()."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
         of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []
         if any(argument.is_write for argument in of_node):
-            why = f"{user.target} writes to a tensor that was detached"
+            why = f"{user.target} writes to the result of detach()"
             raise ProgramError(f"{why}, which is not supported in training; write to a clone() of it", location(user))
         if any(argument.alias_info is not None for argument in of_node):
             _expect_unwritten(user)
