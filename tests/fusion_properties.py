@@ -48,8 +48,8 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
     """Compares the results of the program with those of NumPy. A fusion with user kernels is lowered and checked. The interpreter then
     executes a copy in which built-in ops replace these kernels.
 
-    A program may be impossible at the sizes of the generator, for example if it needs `M/2` and M is 7. Then it is compared at other sizes.
-    Returns False if nothing was compared.
+    A program may be impossible at the sizes of the generator, for example if it needs `M/2` and M is 7. Then the results are
+    compared at other sizes. Returns False if nothing was compared.
     """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)

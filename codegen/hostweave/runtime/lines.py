@@ -29,7 +29,8 @@ def add_source_lines(error: ExecutionError, module: ModuleType) -> None:
 
 @cache
 def _source_lines(file_of_module: str) -> dict[int, str]:
-    """Maps line numbers of a module's program.cpp to the user's lines. A source comment applies up to an empty line or the next comment."""
+    """Maps line numbers of a module's program.cpp to the user's lines. A source comment applies up to an empty line or the next
+    source comment."""
     try:
         text = Path(file_of_module).with_name("program.cpp").read_text()
     except OSError:  # the cache was cleared

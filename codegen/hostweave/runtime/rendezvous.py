@@ -28,7 +28,7 @@ class JoinedRank:
 
     token: str
     rank: int
-    count: int  # ranks that this rank expects
+    count: int  # number of ranks that this rank expects
     host: str  # host name, boot id and pid namespace
 
 

@@ -51,7 +51,7 @@ class RankPosition:
 
 
 def marks_graphs() -> bool:
-    """True if CUDA graphs record their progress for the report. On the CPU target they always do."""
+    """True if CUDA graphs record their progress for the report. On the CPU target, graphs always do."""
     return bool(os.environ.get("HOSTWEAVE_GRAPH_PROGRESS"))
 
 

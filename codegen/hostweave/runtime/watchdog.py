@@ -36,7 +36,8 @@ class Watchdog:
         self._listener.start()
 
     def end(self) -> None:
-        """Ends the threads, because a thread in C++ code of the store would abort the process when Python exits."""
+        """Tells the threads to end. Waits for the listener, because a thread in C++ code of a store would abort the process when Python
+        exits."""
         self.wake_up.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
             self._listener.join(_LISTEN_SECONDS)
@@ -65,7 +66,7 @@ def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> 
 
 
 def _check_peers(group_ref: weakref.ref[FallibleGroup]) -> tuple[Coordinator, str | None] | None:
-    """The group's coordinator, and the reason why this rank cannot continue, or None. Returns None if the group is freed or unusable."""
+    """The group's coordinator, and the reason, if any, why this rank cannot continue. None if the group is freed or unusable."""
     group = group_ref()
     return None if not group or group.failure else (group.coordinator, group.left_early() or group.diverged())
 

@@ -81,7 +81,7 @@ class _HostBytes:
 class Windows:
     def __init__(self) -> None:
         self.allocated = 0  # number of allocated arrays, equal on all ranks
-        # Window memory in use, sorted by address: (address, number of the array, bytes, memory).
+        # Window memory, sorted by address: (address, number of the array, bytes, weak reference to the memory).
         self._known: list[tuple[int, int, int, weakref.ref[Any]]] = []
         self._bound_names: weakref.WeakKeyDictionary[BoundInputs, tuple[str, ...]] = weakref.WeakKeyDictionary()
         self.connected: set[str] = set()  # targets for which the ranks share memory

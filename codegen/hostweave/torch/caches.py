@@ -109,8 +109,8 @@ def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
 
 
 def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
-    """A cache of zeros whose tensors have global sizes. `cache` has the local sizes. `whole` has the global sizes of each tensor, with 0 for
-    dims that are not sharded."""
+    """A cache of zeros whose tensors have global sizes. `cache` has the local sizes. `whole` has the global sizes of each tensor, with 0
+    for dims that are not sharded."""
     tensors, form = _flat(cache)
     sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
     return form.cache([tensor.new_zeros(shape) for tensor, shape in zip(tensors, sizes, strict=True)])
