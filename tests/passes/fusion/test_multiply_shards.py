@@ -95,7 +95,7 @@ def test_programs_that_the_pass_does_not_change(case: str) -> None:
 
 
 def choice_of(ranks: int, columns: bool, transport: str = "auto", use: str = "once") -> Choice | None:
-    """Choice for a weight of 4096 x 8192. The gather of the weight overlaps with another matmul of 1408 rows per rank."""
+    """Choice for a weight of 4096 x 8192, or the transpose of it. The gather overlaps with another matmul of 1408 rows per rank."""
     rows = 1408 * ranks
     stored = hw.bf16[4096, "8192@dp"] if columns else hw.bf16["8192@dp", 4096]
 
@@ -117,7 +117,7 @@ def names_of(choice: Choice | None) -> list[str]:
 
 
 def test_the_model_decides() -> None:
-    """One matmul needs copies of the shards. A matmul per shard uses fewer multiprocessors. The cost model chooses."""
+    """A single matmul needs copies that put the shards together. A matmul per shard uses fewer multiprocessors. The cost model chooses."""
     assert names_of(choice_of(2, columns=True)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(2, columns=False)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(8, columns=False)) == ["put(1)", "put(8)", "none"]

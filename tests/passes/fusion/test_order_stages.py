@@ -1,4 +1,4 @@
-"""The pass order_stages: simulated time of a pipeline for two orders in the program, and results."""
+"""The pass order_stages: simulated time of a pipeline that is written in two orders, and results."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[]) mesh() {
 
 
 def apart(between: str, later: str = "launch @multiply_y %x, %w -> %b") -> bool:
-    """True if two kernels stay separate. One reads %x. The other reads %x and %w after the instructions in `between`."""
+    """True if two kernels stay separate. One reads %x. The other is launched by `later`, after the instructions in `between`."""
     inputs = "(%x: f32[N, N], %w: f32[N, N]) -> (%y: f32[N, N], %z: f32[N, N]) mesh() streams(s[1]) events(e[1])"
     body = f"launch @negative_h %x -> %y\n{between}\n%b = allocate f32[N, N]\n{later}\nmatmul %w, %b -> %z"
     text = fused(host_text.parse(str(host(body, inputs)).replace("[M, N]", "[N, N]")))

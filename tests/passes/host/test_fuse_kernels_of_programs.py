@@ -173,7 +173,7 @@ def test_reductions_over_the_same_dims_read_their_operand_once() -> None:
 
 
 def test_a_cheap_formula_of_fewer_bytes_is_computed_again() -> None:
-    """The normalised rows of LayerNorm are not written in f32. Each kernel computes them from the 16-bit rows."""
+    """Rows minus their means, as in LayerNorm, are not written in f32. Each kernel computes them from the 16-bit rows."""
 
     def f(x: hw.Tensor, mean: hw.Tensor, dy: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         normal = hw.astype(x, hw.f32) - mean
