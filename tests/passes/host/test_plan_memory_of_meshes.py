@@ -1,4 +1,4 @@
-"""Memory of programs with several meshes. The ranks of different meshes run different instructions."""
+"""Memory of programs with several meshes, and of buffers that several stream blocks use."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ join ring
 }}
 """,
     ),
-    "a chunk that two stream blocks of an iteration use gets a slot per stream": (
+    "a chunk that two stream blocks of a loop use gets a slot per stream": (
         ONE,
         """
 %a = allocate f32[M, N]
