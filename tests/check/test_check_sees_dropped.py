@@ -33,7 +33,7 @@ SYNCHRONISATION = [
 
 @pytest.mark.parametrize(("name", "index"), SYNCHRONISATION)
 def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
-    """With 4 ranks, 3 or 4 chunks and 4 streams, these programs have no redundant fork, join, record or wait."""
+    """On 4 ranks, these programs have no redundant fork, join, record or wait."""
     host = program(name)
     dropped = list(tree.walk(host.body))[index]
     mutant = replace(host, body=tree.rewrite(host.body, lambda i: () if i.location == dropped.location and i == dropped else None))

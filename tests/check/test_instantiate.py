@@ -1,4 +1,4 @@
-"""Instantiation of a program for the check: byte layouts of views, operations of each rank in order, and the smallest possible sizes."""
+"""Instantiation of a program for the check: byte layouts of views, operations of each rank in order, and sizes to check."""
 
 from __future__ import annotations
 
@@ -141,15 +141,14 @@ def test_sizes_where_a_sum_must_divide() -> None:
 
 @pytest.mark.parametrize("conditions", list(permutations(("M * N * K <= 16384", "N * K <= 16384", "M * N <= 256"))))
 def test_few_sizes_are_large(conditions: tuple[str, ...]) -> None:
-    """Only the size that decides all conditions is large, which saves memory. If M and N were both large, a buffer would have 2**26
-    elements."""
+    """Only the size that decides all conditions is large, which saves memory."""
     branches = "\n".join(f"if {condition} {{\ncopy %x -> %y\n}} else {{\ncopy %x -> %y\n}}" for condition in conditions)
     program = host_text.parse(f"host @t(%x: f32[M, N, K]) -> (%y: f32[M, N, K]) mesh(x=1) {{\n{branches}\n}}\n")
     assert list(sizes_to_check(program)) == [{"M": 2, "N": 2, "K": 2}, {"M": 2, "N": 2**14, "K": 2}]
 
 
 def test_a_branch_at_sizes_with_many_iterations() -> None:
-    """At M > 65536, the loop has too many iterations. So the check runs the other branch at a small M."""
+    """At M > 65536, the loop has too many iterations. So the check runs the else branch at a small M."""
     text = """host @t(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(s[1]) {
   fork s
   for %i in 0..M {

@@ -1,4 +1,4 @@
-"""Collectives inside kernels: errors of the verifier and the check, and schedules that justify the errors of the check."""
+"""Collectives inside kernels: errors of the verifier and the check, and a schedule that justifies an error of the check."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_verifier_of_blocks(kind: str) -> None:
 
 
 def test_the_verifier_of_sent_blocks() -> None:
-    """The reduce-scatter of the result must directly follow the launch that sends the result."""
+    """Only instructions without calls may stand between the launch that sends a result and the reduce-scatter of this result."""
     head, body = OF_BLOCKS["reduce_scatter"].rstrip("}").rsplit("{", 1)
     head = f"kernel @half(%p: f32[8]) {{ %h: f32[8] = multiply(%p, 0.5) }} {head}"
     sent = f"%h = allocate f32[8]  launch @half %p -> %h sent on tp  %z = allocate f32[4]  {body.replace('%p', '%h')}"

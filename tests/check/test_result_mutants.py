@@ -1,5 +1,4 @@
-"""The check of results rejects random mutants of host programs whose results in f64 are wrong. `pytest -m slow` tests many more
-mutants."""
+"""Random mutants of host programs: the check rejects each mutant whose f64 results are wrong. `pytest -m slow` tests many more."""
 
 from __future__ import annotations
 
