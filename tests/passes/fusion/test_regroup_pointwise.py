@@ -117,7 +117,7 @@ def test_dims_of_one_element(shape: tuple[int, ...]) -> None:
 
 
 def test_reshaped_values_that_are_broadcast() -> None:
-    """A reshape does not move past ops that broadcast its result, because the result has more elements after the broadcast."""
+    """A reshape does not move past ops that broadcast its result, because the results of these ops have more elements."""
 
     def rows(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.exp(x) / hw.reshape(hw.sum(x * x, 1) + 1.0, 12, 1) * w

@@ -34,7 +34,7 @@ def test_reshapes_without_communication(source: tuple[str, ...], target: tuple[s
     ("source", "target"), [(("8@x,y",), ("2", "4")), (("16@y,x",), ("4", "4")), (("4@y", "M@x"), ("4*M",)), (("1@y", "4@x"), ("4",))]
 )
 def test_reshapes_with_a_gather(source: tuple[str, ...], target: tuple[str, ...]) -> None:
-    """A gather is needed, because the elements of a rank are not a block of the result."""
+    """A gather is needed, because no sharding of the result gives each rank the same elements as before."""
 
     @hw.fusion(mesh=hw.Mesh(y=2, x=4), x=hw.f32[source])
     def f(x):

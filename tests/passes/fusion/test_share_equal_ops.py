@@ -1,4 +1,5 @@
-"""The pass share_equal_ops: equal ops are computed once. Some ops are never shared, such as user kernels and ops in chunk loops."""
+"""The pass share_equal_ops: equal ops are computed once. Some ops are never shared, such as user kernels and ops in chunk loops. The
+pass drop_unit_axes removes mesh axes of one rank."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ UNITS = {
         """%s: f32[M@x, N] = matmul(%x, %w)
         %y: f32[M@x, N] pinned = reshard(%s)""",
     ),
-    "steps over axes of one rank become reshards": (
+    "steps of tensors that axes of one rank shard become reshards": (
         "%x: f32[M@a,x, K]",
         """%h: f32[M@a, K] = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, K@a] = all_to_all(%h, dim=0, to=1, axes=(a))""",
