@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated before its first use, or before its first view. The buffer is deallocated when the caller's stream is ordered after
-all uses, unless no allocation follows. A buffer may reuse the bytes of buffers that are deallocated before its allocation. Offsets are
-computed at run time, when sizes are known.
+A buffer is allocated before its first use or view. The buffer is deallocated when the caller's stream is ordered after all uses, unless no
+allocation follows. A buffer may reuse the bytes of buffers that are deallocated before its allocation. Offsets are computed at run time,
+when sizes are known.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ class _VectorClock:
     def __init__(self) -> None:
         # For each child: stream -> the last fork, or record on the caller's stream, for which the stream has waited.
         self.begun: list[dict[StreamId, int]] = []
-        # stream -> pairs (a, b): at child a, work of the stream up to child b has ended
+        # stream -> pairs (a, b): after child a, the caller's stream is ordered after work of the stream up to child b
         self.done = defaultdict[StreamId, list[tuple[int, int]]](list)
 
 
@@ -100,7 +100,7 @@ class Planner:
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
-        """Child after which the buffer may be deallocated, or `never`. The main stream of the body is then ordered after all uses."""
+        """Child after which the buffer may be deallocated, or `never`. The stream of the body is then ordered after all uses."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found

@@ -11,7 +11,7 @@
 If the source and the destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
 writes to the destination of the copy. `may_overwrite` decides if an instruction may write a result over an operand.
 
-If possible, a result is computed in donated memory. Otherwise the result is copied there at the end.
+If possible, the result for a donated input is computed in the memory of this input. Otherwise the result is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -105,9 +105,9 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the operand into the memory of a donated input, if the result must be there. Other accesses of the input must come before
-        the operand is first written, or after this instruction. The first writer of the operand may read the input if this writer may
-        also overwrite the input."""
+        """Puts the operand into the memory of a donated input, if the instruction writes its result there. Other accesses of the input must
+        come before the operand is first written, or after this instruction. The first writer of the operand may read the input if this
+        writer may also overwrite the input."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False

@@ -66,8 +66,8 @@ def _by_ranks(loop: tree.Instruction) -> tree.Body | None:
 
 
 def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
-    """A loop and its stream block. None if consecutive iterations use one stream, if the trip count is symbolic or 1, or if the block
-    follows anything but views and lets."""
+    """A loop and its stream block. None unless the loop index selects one of several streams, the trip count is an int above 1, and only
+    views and lets precede the block."""
     if not isinstance(i, ir.For) or not isinstance(block := i.body[-1], ir.OnStream) or not all(map(_only_names, i.body[:-1])):
         return None
     streams = next(pool.count for pool in program.streams if pool.name == block.stream)

@@ -6,8 +6,8 @@
                                               launch @softmax %y -> %z
 
 The padding is never read or written. Inputs and outputs of the program have no padding. A kernel therefore copies an unaligned input before
-the matmul, and an unaligned output after the matmul. Temporaries in windows are also copied. `split_unaligned` later splits off the 50257th
-column.
+the matmul, and an unaligned output after the matmul. Temporaries that cannot be padded are also copied. `split_unaligned` later splits off
+the 50257th column.
 """
 
 from collections.abc import Iterator
