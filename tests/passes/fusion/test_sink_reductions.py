@@ -41,7 +41,7 @@ CASES = {
         + """%y_partial: bf16[M, N] partial(sum, x) = add(%a_partial, %b_partial)
         %y: bf16[M, N] = reshard(%y_partial)""",
     ),
-    "two scattered products are added as partial sums, and scattered once": (
+    "two scattered products are subtracted as partial sums, and scattered once": (
         TWO,
         PRODUCTS.replace("a: bf16[M,", "a: bf16[M@x,").replace("b: bf16[M,", "b: bf16[M@x,") + "%y: bf16[M@x, N] = subtract(%a, %b)",
         TERMS

@@ -1,4 +1,4 @@
-"""The pass stream_keys_in_zigzag: causal attention in zigzag uses pieces in the order of the ranks, and gathers keys in a loop."""
+"""The pass stream_keys_in_zigzag: pieces of rows are numbered in the order of the ranks, and causal attention gathers keys in a loop."""
 
 from __future__ import annotations
 

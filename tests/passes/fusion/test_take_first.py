@@ -29,7 +29,7 @@ def compiled(count: int, lse: Any, function: Any) -> str:
 
 @pytest.mark.parametrize("lse", [hw.f32[6, 1], hw.f32[1, 64], hw.f32[6, 64], hw.f32[()]], ids=str)
 def test_few_elements(lse: Any) -> None:
-    """Operands that are broadcast along the dim are read unchanged."""
+    """Operands that are broadcast along the taken dim are read unchanged."""
     text = compiled(2, lse, lambda x, lse: hw.exp(x - lse))
     assert text.count("launch ") == 1
     assert "f32[6, 64] = " not in text

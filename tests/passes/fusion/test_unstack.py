@@ -1,4 +1,4 @@
-"""The pass unstack replaces selects from a stack by the stacked values. The two sums of a variance are reduced as one stack."""
+"""The pass unstack replaces selects from a stack by the stacked values. A variance reduces its mean, and then its two sums as one stack."""
 
 from __future__ import annotations
 

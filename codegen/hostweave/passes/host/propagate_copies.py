@@ -107,8 +107,8 @@ class _Copy:
             yield from ((place, name) for name in tree.names(place.instruction, *roles) if self.uses.root(name) == root)
 
     def reading_source(self, taken: set[str]) -> BodyEdits:
-        """Edits that make later readers in the body read the source. If the destination is read after the loop, the copy moves to the end of
-        the body."""
+        """Edits that make later readers in the body read the source. If the destination is read after the loop, the copy moves to the end
+        of the body."""
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
