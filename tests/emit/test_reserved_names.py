@@ -196,5 +196,5 @@ def test_a_function_of_the_user_that_generated_code_uses() -> None:
 
 @pytest.mark.parametrize("name", ["a\n#error", "", "1", "x-y", "é"])
 def test_an_invalid_name_of_a_mesh_axis(name: str) -> None:
-    with pytest.raises(ProgramError, match="is not a name; use letters, digits and _"):
+    with pytest.raises(ProgramError, match="is not a name; use ASCII letters, digits and _, and no digit first"):
         hw.Mesh(**{name: 2})

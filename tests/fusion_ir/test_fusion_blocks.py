@@ -313,7 +313,7 @@ def test_unnamed_inputs_are_keyword_arguments() -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"layers.0.w": hw.f32["M"]}, "fusion @f: 'layers.0.w' is not a name; use letters, digits and _"),
+        ({"layers.0.w": hw.f32["M"]}, "fusion @f: 'layers.0.w' is not a name; use ASCII letters, digits and _, and no digit first"),
         ({"w": 3}, "fusion @f: w=3 is not the type of a tensor; write w=hw.f32[...]"),
     ],
 )

@@ -92,7 +92,7 @@ ERRORS = {
         {},
         "4: permute_dims: axes=(0, 0) is not a permutation of the 2 dims of bf16[M, K]; name each dim once",
     ),
-    "T": ("return x[None].T", {}, "4: T: bf16[1, M, K] has 3 dims, not 2; use hw.permute_dims(x, axes)"),
+    "T of three dims": ("return x[None].T", {}, "4: T: bf16[1, M, K] has 3 dims, not 2; use hw.permute_dims(x, axes)"),
     "reshape": (
         'return hw.reshape(x, "M", 4)',
         {},
@@ -198,7 +198,7 @@ ERRORS = {
     "pad widths": (
         "return hw.pad(x, (-1, 2))",
         {},
-        "4: pad: widths (0, -1) and (0, 2) are not all at least 0; use a slice to remove elements",
+        "4: pad: widths (0, -1) before and (0, 2) after are not all at least 0; use a slice to remove elements",
     ),
     "pad mode": (
         "return hw.pad(x, (1, 2), mode='reflect')",
@@ -438,7 +438,7 @@ ERRORS = {
         {},
         "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can iterate over it; stream an earlier tensor",
     ),
-    "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
+    "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use ASCII letters, digits and _, and no digit first"),
     "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),
     "name twice": ('h = (-x).named("h")\nreturn (-h).named("h")', {}, "5: named: %h is taken by another value; choose another name"),
     "result": ("return 5", {}, "2: fusion @f returns 5; return a tensor of the fusion, or a tuple of tensors"),

@@ -19,7 +19,7 @@ from hostweave.runtime.windows import WindowPosition, Windows, window_positions
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, global_shape, holds, shape_of_global
 
-MadeOutput = tuple[ArrayLibrary, Array] | None  # None if an output reuses a donated input, or has no block here
+MadeOutput = tuple[ArrayLibrary, Array] | None  # None if the rank has no block, or if an output reuses a donated input
 
 _MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 
@@ -28,7 +28,7 @@ _MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 class BoundTable:
     """Checked inputs that are bound on a rank."""
 
-    library: ArrayLibrary | None  # library of the first array on this rank
+    library: ArrayLibrary | None  # library of the first bound array
     shapes: tuple[Shape | None, ...]  # None for an input that calls pass
     spans: tuple[ByteRange, ...]
     digest: str  # digest of the bound inputs, or ""

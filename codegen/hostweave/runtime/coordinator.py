@@ -41,14 +41,15 @@ class Coordinator:
         self.number = 0  # gathers that this rank has joined
 
     def gather(self, record: str, timeout: float) -> list[str]:
-        """Returns the records of all ranks. Raises PeerLost after `timeout` seconds, and Failed if another rank has failed or left."""
+        """Returns the records of all ranks. Raises PeerLost after `timeout` seconds. Raises Failed if the group has failed, or another rank
+        has left."""
         return [record] * self._count
 
     def fail(self, reason: str) -> None:
         """Tells the other ranks that the group has failed. Only the first reason is kept."""
 
     def leave(self, calls: int) -> None:
-        """Tells the other ranks not to wait for this rank after its first `calls` calls."""
+        """Tells the other ranks that this rank has left the group after `calls` calls."""
 
     def left(self) -> dict[int, int]:
         """Ranks that have left, each with the number of its calls."""

@@ -40,8 +40,8 @@ class HostBarrier:
         os.close(self._file)
 
     def agree(self, value: int, on_wait: Callable[[], None]) -> bool:
-        """Returns True if the low 48 bits of all ranks' values are equal. Calls `on_wait`, which may raise, every 50 ms until all ranks
-        have arrived."""
+        """Returns True if the low 48 bits of all ranks' values are equal. Until all ranks have arrived, calls `on_wait` about
+        every 50 ms; `on_wait` may raise."""
         self._number += 1
         count, first_word = self._number % (1 << 64 - _BITS), self._number % 2 * self._count
         own_word = count << _BITS | value & (1 << _BITS) - 1

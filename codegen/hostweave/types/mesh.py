@@ -38,7 +38,7 @@ class Mesh:
         names = [name for name, _ in self.axes]
         for name, size in self.axes:
             if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
-                raise ProgramError.here(f"mesh axis {name!r} is not a name; use letters, digits and _")
+                raise ProgramError.here(f"mesh axis {name!r} is not a name; use ASCII letters, digits and _, and no digit first")
             if names.count(name) > 1:
                 raise ProgramError.here(f"mesh axis {name} is given twice; name each axis differently")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:

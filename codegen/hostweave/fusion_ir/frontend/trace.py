@@ -95,7 +95,7 @@ class Tensor:
         Example: `h = hw.relu(x @ w).named("h")`.
         """
         if not (name.isidentifier() and name.isascii()):
-            raise ProgramError.here(f"named: {name!r} is not a name; use letters, digits and _")
+            raise ProgramError.here(f"named: {name!r} is not a name; use ASCII letters, digits and _, and no digit first")
         if self._op is None:
             raise ProgramError.here(f"named: %{self._name} is an input; rename the parameter instead")
         if self._trace.named.get(name, self) is not self:

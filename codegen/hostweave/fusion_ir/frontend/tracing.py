@@ -117,7 +117,7 @@ def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word
             raise ProgramError(f"{here}: {name} is not a parameter of the function; add it or leave it out", location)
         _check_given(here, word, name, inputs, location)
         if name not in named and not (name.isidentifier() and name.isascii()):
-            raise ProgramError(f"{here}: {name!r} is not a name; use letters, digits and _", location)
+            raise ProgramError(f"{here}: {name!r} is not a name; use ASCII letters, digits and _, and no digit first", location)
     return names
 
 

@@ -95,7 +95,7 @@ def _pad(types: Types, op: Op) -> TensorType:
     if not len(low) == len(high) == len(x.dims):
         raise Mismatch(f"{len(low)} and {len(high)} widths for the {len(x.dims)} dims of {x}; give one per dim")
     if min((*low, *high), default=0) < 0:
-        raise Mismatch(f"widths {low} and {high} are not all at least 0; use a slice to remove elements")
+        raise Mismatch(f"widths {low} before and {high} after are not all at least 0; use a slice to remove elements")
     return TensorType(x.dtype, tuple(Dim(size + a + b) for size, a, b in zip(x.shape, low, high, strict=True)))
 
 
