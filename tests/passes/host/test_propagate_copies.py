@@ -78,12 +78,12 @@ STAYS = {
     "matmul %g, %s -> %y_i\n",
     "the source is read afterwards, too": f"{H}{LANDS}{OWN.format('%l_i', '%h')}copy %h -> %y_i\n",
     "other iterations read the destination of the copy": f"{H}{LANDS}{OWN.format('%l_i', '%h')}copy %l_i -> %y_i\n",
-    "another stream may read the destination before": f"{H}wait done[0]\n{LANDS}{OWN.format('%l_i', '%h')}",
+    "another stream may read the destination before the copy": f"{H}wait done[0]\n{LANDS}{OWN.format('%l_i', '%h')}",
 }
 
 
 def program(step: str) -> HostProgram:
-    """Three iterations on three ranks. Afterwards, the program sums the blocks that were received in %l."""
+    """Three iterations on three ranks. Afterwards, the program sums the blocks of %l."""
     return HostProgram.parse(f"""\
 kernel @negative_b(%a: f32[4, 4]) {{
   %b: f32[4, 4] = negative(%a)

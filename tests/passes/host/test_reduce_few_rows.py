@@ -52,7 +52,7 @@ def test_stated_sizes_that_ranks_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("function", "spec"),
     [
-        (lambda x: hw.sum(x), hw.f32[64, 4096]),  # The number of rows is known.
+        (lambda x: hw.sum(x), hw.f32[64, 4096]),  # There are more than 4 rows.
         (lambda x: ((s := hw.sum(x, 1)), hw.sum(s)), hw.f32["M", 4096]),  # The sums of rows are a result.
         (lambda x: hw.max(hw.sum(x, 1), 0), hw.f32["M", 4096]),  # The two reductions differ.
     ],

@@ -420,8 +420,8 @@ PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N]
 
 
 def test_ranks_that_depend_on_each_other_keep_program_order() -> None:
-    """A rank sends back data that depends on received data. The peer sends more data only after it receives this data. So the next recv
-    cannot precede the send."""
+    """A rank computes an answer from received data. The peer sends more data only after it receives the answer. So the next recv cannot
+    precede the send of the answer."""
     result = in_turn(steps(PING_PONG, PING_PONG_HEADER))
     assert "for %i in 0..2" in str(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}
