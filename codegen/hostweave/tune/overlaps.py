@@ -25,9 +25,9 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 from hostweave.types.zigzag import pieces
 
-MAX_TIME_RATIO = 0.95  # largest accepted ratio of the time of a loop to the sequential time
-MIN_GAIN_MICROS = 5.0  # smallest accepted gain of a loop; the error of the model is of this size
-HIDDEN_SECONDS = 10e-6  # shortest communication time worth hiding, because a fork and a wait take nearly as long
+MAX_TIME_RATIO = 0.95  # largest accepted ratio of the time of an alternative to the sequential time
+MIN_GAIN_MICROS = 5.0  # smallest accepted gain of an alternative; the error of the model is of this size
+HIDDEN_SECONDS = 10e-6  # least hidden time of a communication that is worth a fork and a wait, which take nearly as long
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
@@ -47,7 +47,7 @@ class Candidate:
     size: Size  # global size of `dim`
     shards: int  # number of shards of `dim` during the loop
     unknown: tuple[str, ...]  # names of sizes that the prediction needs, but the options do not state
-    is_even: bool  # True if all ranks hold all tensors, and all sharded dims divide evenly, as windows require
+    is_even: bool  # True if no tensor is on a mesh of some ranks, and all sharded dims divide evenly, as windows require
     keys: GatheredKeys | None = None
 
     @property
@@ -347,7 +347,7 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
 
 
 def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:
-    """Seconds of earlier communications that are still in flight at `position`. The next communication waits for them in any case."""
+    """Seconds of earlier communications that are still in flight at `position`. The op there waits for them in any case."""
     in_flight = (at for at, op in enumerate(ops[:position]) if op.result.is_async and _first_use(ops, at) > position)
     return sum(times[ops[at].result.name] for at in in_flight)
 

@@ -26,7 +26,7 @@ class Link:
     points: Points
 
     def seconds(self, size: float) -> float:
-        """Seconds for `size` bytes: linear between the points and above them, constant below the first point and for only one point."""
+        """Seconds for `size` bytes: linear between the points and above them, and constant below the first point or for a single point."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])

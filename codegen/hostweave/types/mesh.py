@@ -108,7 +108,7 @@ class Mesh:
 
     @property
     def label(self) -> str:
-        """Identifier of a mesh of some ranks: `ranks_2_3`, `ranks_4_to_7`."""
+        """Label of a mesh of some ranks, valid in identifiers: `ranks_2_3`, `ranks_4_to_7`."""
         ranks = self.all_ranks
         if len(ranks) > 2 and self.is_run:
             return f"ranks_{ranks[0]}_to_{ranks[-1]}"
