@@ -1,5 +1,4 @@
-"""The pass software_pipeline: each stage has its own loop, and issues the first communication of an iteration before the rest of the
-previous iteration."""
+"""The pass software_pipeline: each stage has its own loop, and a stage issues its receive for the next iteration early."""
 
 from __future__ import annotations
 

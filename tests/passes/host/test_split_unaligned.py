@@ -66,7 +66,7 @@ def test_in_a_chunk_loop_on_two_ranks() -> None:
 
 
 def test_explain_says_how_a_matmul_is_split() -> None:
-    """`explain` reports no slices that the program itself states, and no aligned matmul."""
+    """`explain` does not report slices of the program, or aligned matmuls, as splits."""
 
     def products(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         x_rest, w_rest = x[:, 8:], w[8:]

@@ -1,4 +1,4 @@
-"""The pass widen_rows pads rows of matmuls, so that each row begins at a multiple of 16 bytes."""
+"""The pass widen_rows pads the rows of matrices of matmuls, so that each row begins at a multiple of 16 bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering of single ops from the fusion IR to the host IR: views, in-place results, and asynchronous communication."""
+"""Lowering from the fusion IR to the host IR: views, in-place results, asynchronous communication, chunk loops, and streams."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ fusion @f(%x: f32[M, 8]) {
         "fusion @f(%x: f32[M, 8]) {\n  %y: f32[M, 3] = slice(%x, axis=1, start=1, step=3)\n  return %y\n}\n",
         "  %y_2 = strided %x[1: 3 from 1 by 3]\n  copy %y_2 -> %y\n",
     ),
-    "dims that are merged later are computed in a contiguous order": (
+    "a value is stored with dims in the order in which a reshape merges them": (
         """\
 fusion @f(%x: f32[4, M, 8]) {
   %h: f32[4, M, 8] = negative(%x)

@@ -77,8 +77,8 @@ def test_a_gather_joins_the_loop_of_its_consumer() -> None:
 
 
 def test_operands_are_computed_in_the_result() -> None:
-    """If a matmul computes an operand of a concat, all operands are written to slices of the result. Otherwise, one kernel computes the
-    concat."""
+    """If a matmul computes an operand of a concat, all operands are written to slices of the result. A concat of pointwise results is one
+    kernel."""
     for first in ("matmul(%x, %x)", "exp(%x)"):
         ops = f"%a: f32[M, M] = negative(%x)\n%b: f32[M, M] = {first}\n%y: f32[2*M, M] = concat(%a, %b, axis=0)"
         placement = placement_of(flow("%x: f32[M, M]", ops))
@@ -114,7 +114,7 @@ def test_a_value_transposed_in_its_loop_has_memory_for_all_chunks() -> None:
 
 
 def test_a_short_loop_forks_the_streams_that_it_uses() -> None:
-    """A loop with few iterations forks only the streams that it uses. The check would detect a missing fork."""
+    """A loop with few iterations forks and joins only the streams that it uses. The check detects a missing fork or join."""
     fusion = parsed("%x: f32[M, N]", "%h: f32[M, N] stream(M, 2) = negative(%x)\n%y: f32[M, N] stream(M, 6) = exp(%h)")
     host = lower(fusion, Options())
     assert [i.first for i in host.body if isinstance(i, ir.Fork | ir.Join)] == [2, 2, None, None]
