@@ -364,7 +364,7 @@ TEST(a_rank_that_never_comes) {
     configure(config);
     const ncclUniqueId id = new_id();
     ncclComm_t comm;
-    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // An unattached thread does not know other ranks.
+    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // Only the timeout ends the wait.
     EXPECT_IN("no progress for", hw_cpu_last_report());
     EXPECT_IN("all 2 ranks of", hw_cpu_last_report());
     configure(config);  // This clears the failure.

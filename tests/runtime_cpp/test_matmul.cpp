@@ -93,7 +93,7 @@ void run_case(const Case& c, cudaDataType_t type) {
   EXPECT(found == 1);
   OK(cublasLtMatmulPreferenceDestroy(preference));
   {
-    float alpha = c.alpha, beta = c.beta;  // The call reads alpha and beta.
+    float alpha = c.alpha, beta = c.beta;  // The call reads alpha and beta before it returns.
     double alpha_wide = c.alpha, beta_wide = c.beta;
     OK(cublasLtMatmul(handle, desc, wide ? static_cast<void*>(&alpha_wide) : &alpha, a, la, b, lb,
                       wide ? static_cast<void*>(&beta_wide) : &beta, c.other_c ? cc.data : d.data, lc, d, lout, &best.algo,

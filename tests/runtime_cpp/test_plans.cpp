@@ -72,7 +72,7 @@ TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
     OK(cudaStreamSynchronize(launching));
     EXPECT(done.exchange(false));
     OK(calls.begin_call(launching));
-    OK(cudaGraphLaunch(exec, launching));  // This launch waits for the previous launch.
+    OK(cudaGraphLaunch(exec, launching));  // This launch waits for the call on `held`.
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     EXPECT(!done);
     go = true;

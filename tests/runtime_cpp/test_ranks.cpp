@@ -129,7 +129,7 @@ struct Calls {
   }
 };
 
-// One rank sends nothing. Progress shows that the other ranks wait. Their calls end soon after an abort.
+// Rank 1 sends nothing. Progress shows that rank 2 waits. All calls end soon after an abort.
 void expect_an_end(bool rank_blocks) {
   Ranks ranks;
   Calls calls(2);

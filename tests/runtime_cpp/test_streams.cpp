@@ -14,7 +14,7 @@ TEST(wait_binds_to_the_record_at_the_time_of_the_call) {
     OK(set(x, 1, 1, a));
     OK(cudaEventRecord(e, a));
     OK(cudaStreamWaitEvent(b, e));
-    OK(cudaEventRecord(e, b));  // A stream must not wait for a later record on the same stream.
+    OK(cudaEventRecord(e, b));  // `b` must not wait for this later record.
     EXPECT(fetch<float>(x, 1, b)[0] == 1);
   });
 }

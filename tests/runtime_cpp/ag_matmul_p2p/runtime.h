@@ -1,4 +1,4 @@
-// Minimal runtime for program.cpp, with options to omit synchronisation.
+// Minimal runtime for program.cpp, with faults for tests.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@
 
 namespace hw {
 
-// Faults for tests. `fork` or `join` omits the wait of one stream.
+// Faults. Stream `fork` does not wait for the caller, and the caller does not wait for stream `join`.
 struct Sabotage {
   int fork = -1;
   int join = -1;
@@ -91,7 +91,7 @@ class Channel {
   int rank_, size_;
 };
 
-class Rank {  // resources of one rank: its channels, library handles, and a GEMM workspace for each stream
+class Rank {  // resources of one rank: its channel, a cuBLASLt handle, and a GEMM workspace for each stream
  public:
   Rank(ncclComm_t comm, int rank, int size) : x_(comm, rank, size) { HW_CHECK(cublasLtCreate(&blas_)); }
   ~Rank() {

@@ -1,5 +1,5 @@
-// Fake of the CUDA runtime functions that straighten_cuda.cpp uses. Its graphs are plain data. For a node of unknown kind, the
-// fake returns no type, as CUDA does for nodes of stream memory operations.
+// Fake of the CUDA runtime functions that straighten_cuda.cpp uses. Its graphs are plain data. cudaGraphNodeGetType
+// fails for nodes of unknown kind, as in CUDA for nodes of stream memory operations.
 #pragma once
 #include <algorithm>
 #include <cstddef>
