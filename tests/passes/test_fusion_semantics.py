@@ -112,7 +112,7 @@ REDUCTIONS = (hw.sum, hw.mean, hw.max, hw.min)
 
 
 def random_fusion(seed: int) -> Fusion:
-    """Random program on a random mesh, with random shardings of inputs and of stated intermediate values."""
+    """Random program on one of five meshes, with random shardings of inputs and random reshards."""
     rng = random.Random(seed)
     mesh = rng.choice([hw.Mesh(x=2), hw.Mesh(x=3), hw.Mesh(x=2, y=3), hw.Mesh(x=2, y=2), hw.Mesh(x=1, y=4)])
 
@@ -145,7 +145,7 @@ def random_fusion(seed: int) -> Fusion:
                     y = hw.reshard(x, *dims([str(d) for d in x.shape]))
                 case 6 if x.ndim == 2 and x.shape[0] in SIZES:
                     y = hw.reshape(hw.reshape(x, 12, f"{x.shape[0]}/12", x.shape[1]), *x.shape)
-                case 7 if x.ndim == 2:  # These ops are linear, so they accept partial sums.
+                case 7 if x.ndim == 2:  # Ops after the matmuls are linear, so they accept partial sums.
                     y = hw.permute_dims(hw.concat([x.T @ x, (x * 0.5).T @ x - x.T @ x], axis=0) + 0 * (x.T @ x)[:1], (1, 0))
                 case _:
                     y = x * 0.5

@@ -1,4 +1,4 @@
-"""Passes on programs with blocks. Passes treat each body as a separate program. Calls agree with the shardings of parameters and
+"""Passes on programs with blocks. Most passes treat each body as a separate program. Calls agree with the shardings of parameters and
 results."""
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
 
 
 def test_a_reshard_of_a_result_with_a_stream_becomes_a_copy() -> None:
-    """A reshard of a call's result to the same sharding may have a stream and a name. The call gets the name. A copy gets the stream,
-    because a call cannot have a stream."""
+    """A reshard of a call's result to the same sharding is removed, and the call gets the name of the reshard. A reshard with a stream
+    becomes a copy, because a call cannot have a stream."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -206,7 +206,7 @@ fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
 
 
 def test_channels_are_ordered_in_each_body() -> None:
-    """A body can use only sizes of its parameters, so each body orders its channels separately."""
+    """Each body orders its channels separately, because a body knows only the sizes of its own parameters."""
     text = """\
 function @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
   %h: f32[M, N] = matmul(%x, %w)
