@@ -206,7 +206,7 @@ fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
 
 
 def test_channels_are_ordered_in_each_body() -> None:
-    """Each body orders its channels separately, because a body knows only the sizes of its own parameters."""
+    """Each body orders its channels separately, because a body knows only the sizes of its parameters."""
     text = """\
 function @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
   %h: f32[M, N] = matmul(%x, %w)

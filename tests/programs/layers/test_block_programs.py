@@ -187,7 +187,7 @@ def test_programs_do_not_grow_with_the_number_of_layers() -> None:
 
 
 def deep(ranks: int, w: str = "w_{}", b: str = "b_{}", numbers: Sequence[int] = range(1, 6)) -> Fusion:
-    """Five calls with different weights, and two calls with the same weights. The number of rows may be uneven."""
+    """Five calls with different weights, and two calls with the same weights. Ranks may have different numbers of rows."""
 
     @hw.block(x=hw.f32["M@x", "E"], b=hw.f32["E"], scale=hw.f32[1], w=hw.f32["E", "E@x"])
     def layer(x: hw.Tensor, b: hw.Tensor, scale: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

@@ -120,8 +120,8 @@ ROWS = 2000
 
 
 def test_samples_are_among_the_most_probable_tokens() -> None:
-    """Samples come only from the smallest set of tokens whose probability reaches top_p, with the right frequencies. Shards of the
-    vocabulary are uneven."""
+    """Samples come only from the smallest set of tokens whose probability reaches top_p, and from tokens that tie with its last one. Their
+    frequencies are right. Shards of the vocabulary are uneven."""
     dtype, vocabulary = hw.f32, 11
 
     @hw.fusion(

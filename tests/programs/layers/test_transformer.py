@@ -49,7 +49,7 @@ def programs(variant: Variant) -> Mapping[str, Fusion]:
 
 VARIANTS = (Variant(0, 1, hw.f32), Variant(0, 2, hw.bf16), Variant(2, 2, hw.f32), Variant(0, 8, hw.f32), Variant(2, 4, hw.bf16))
 NAMES = tuple(programs(VARIANTS[0]))
-# Variants of each program. By default, sequence-parallel programs use the third variant, and other programs the second.
+# Variants of each program. Sequence-parallel programs that are not listed use the third variant, and other such programs the second.
 RUN = {
     "gpt_tp": (0, 4),
     "gpt_sp": (1, 3),
