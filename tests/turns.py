@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-HELD = "HOSTWEAVE_TESTS_HOLD_GPUS"  # Set while a test holds the GPUs. Then sessions that the test starts do not wait.
+HELD = "HOSTWEAVE_TESTS_HOLD_GPUS"  # Set while a test holds the GPUs. Then pytest sessions that the test starts do not wait.
 FOLDER = "HOSTWEAVE_TESTS_OBJECTS"  # The variable names the folder of the locks.
 _locks: list[TextIO] = []  # Lock of the GPUs while a test of this process holds it.
 

@@ -81,7 +81,7 @@ class _Unrolling:
             for at, first in firsts.items():
                 taken[at] = self.elements[op.tensors[at]][call - 1] if call else self.same.get(first, first)
             for index in given:
-                if index >= results and names[index] in self.returned:  # Each output has a separate op.
+                if index >= results and names[index] in self.returned:  # Copies the value, because each output needs its own op.
                     given[index][call] = self.returned[names[index]][call]
                     type = unsharded(function.inputs[index - results].type)
                     yield Op("copy", (taken[index - results],), Value(given[index][call], type), location=op.location)
@@ -127,8 +127,8 @@ class _Unrolling:
 def inlined(fusion: Fusion) -> Fusion:
     """Inlines all calls of a traced program, including each call of a repeat.
 
-    Value `h` of function `@layer` becomes `layer_h`, with a number appended if that name is taken. Arguments are resharded to the types of
-    the parameters.
+    The first result of a function gets the name of the call. Another value `h` of function `@layer` becomes `layer_h`, with a number
+    appended if that name is taken. Arguments are resharded to the types of the parameters.
     """
     fusion = unrolled(without_loops(fusion))
     fresh = FreshNames(fusion).new

@@ -188,7 +188,7 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
-    """`run`, calls of ranks and captured calls use no loop for such sizes."""
+    """`run`, calls of ranks and captured calls use no loop if the loops do not divide a size."""
     random, choices = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, choices=choices))
     given, threads = arrays(), hw.Threads(ranks)
@@ -394,8 +394,8 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the machine does not support one-sided transports, ranks of one process run a variant without chosen puts. Requested puts are an
-    error."""
+    """If the machine does not support one-sided transports, ranks of one process run a variant without chosen puts. A requested one-sided
+    transport is an error."""
     chosen = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW))
     stated = hw.compile(layer(2), options=hw.Options(transport="one_sided"))
     monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, by: why_not(by))

@@ -1,4 +1,4 @@
-"""Blocks of even and uneven shards. In a move between any two meshes, each rank receives each needed element exactly once."""
+"""Blocks of even and uneven shards. In a move between disjoint meshes, each receiver gets each needed element exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_cuts_of_a_dim_and_of_a_part() -> None:
     assert Cut(4, M).starts({"M": 10}) == [0, 3, 6, 9, 10]
     assert Cut(4, M).starts({"M": 2}) == [0, 1, 2, 2, 2]
     assert Cut(4, M).starts({"M": 0}) == [0, 0, 0, 0, 0]
-    second_of_three = Cut(4, part(range(3)))  # The cut is indices 4 to 8 of 10.
+    second_of_three = Cut(4, part(range(3)))  # The part has indices 4 to 7 of 10.
     assert second_of_three.starts(RankSizes({"M": 10}, WORLD, 1)) == [0, 0, 2, 4, 4]
     assert Cut(1, part(range(3))).starts(RankSizes({"M": 10}, WORLD, 2)) == [0, 2]
 
