@@ -77,7 +77,7 @@ VERIFIED = {
     ),
     "count": (
         EXCHANGE.replace("f32[M/2, 4]", "f32[M, 4]"),
-        "%w must hold 1 x %x: it has 4*M elements, not 2*M",
+        "%w must hold 1 x %x, but has 4*M elements, not 2*M",
     ),
 }
 

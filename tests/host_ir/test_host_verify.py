@@ -1,4 +1,4 @@
-"""Invalid host programs that the verifier refuses, and the exact messages."""
+"""Invalid host programs that the verifier refuses, with the messages, and valid programs."""
 
 from __future__ import annotations
 
@@ -190,23 +190,25 @@ BODIES = {
     "%v = chunk %x[1: 0 of 2]\nsend %v to 0 on x": (
         "text:3: @t: send %v to 0 on x: %v is not contiguous, which communication needs: copy it to a contiguous buffer first"
     ),
-    "all_gather %x -> %y on x": ("text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has 2*M elements, not 4*M"),
+    "all_gather %x -> %y on x": ("text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x, but has 2*M elements, not 4*M"),
     "all_gather %x -> %y on q\nsend %x to 0 on x": (
         "text:2: @t: all_gather %x -> %y on q: channel q is not declared: add channels(q: ...) to the header; declared: x"
     ),
     "group {\n}": "text:2: @t: group: the group is empty: remove it",
     "%b = allocate f32[M, 4]\nall_reduce sum %x -> %b on x": (
-        "text:3: @t: all_reduce sum %x -> %b on x: %b must hold 1 x %x: it has 4*M elements, not 2*M"
+        "text:3: @t: all_reduce sum %x -> %b on x: %b must hold 1 x %x, but has 4*M elements, not 2*M"
     ),
     "all_reduce mul %x -> %y on x": (
         "text:2: @t: all_reduce mul %x -> %y on x: unknown reduction 'mul'; use one of sum, prod, min, max, avg"
     ),
-    "reduce_scatter sum %x -> %y on x": ("text:2: @t: reduce_scatter sum %x -> %y on x: %x must hold 2 x %y: it has 2*M elements, not 4*M"),
+    "reduce_scatter sum %x -> %y on x": (
+        "text:2: @t: reduce_scatter sum %x -> %y on x: %x must hold 2 x %y, but has 2*M elements, not 4*M"
+    ),
     "%b = allocate f32[4]\nbroadcast %b -> %y from 0 on x": (
-        "text:3: @t: broadcast %b -> %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
+        "text:3: @t: broadcast %b -> %y from 0 on x: %y must hold 1 x %b, but has 2*M elements, not 4"
     ),
     "%b = allocate f32[4]\nbroadcast_to_others %b to %y from 0 on x": (
-        "text:3: @t: broadcast_to_others %b to %y from 0 on x: %y must hold 1 x %b: it has 2*M elements, not 4"
+        "text:3: @t: broadcast_to_others %b to %y from 0 on x: %y must hold 1 x %b, but has 2*M elements, not 4"
     ),
     "%b = allocate bool[2]\n%c = allocate bool[2]\nall_reduce max %b -> %c on x": (
         "text:4: @t: all_reduce max %b -> %c on x: NCCL cannot reduce bool: cast to u8 before the reduction and back after it"
@@ -214,8 +216,8 @@ BODIES = {
     "%b = allocate f8e4m3[2]\n%c = allocate f8e4m3[2]\nreduce sum %b -> %c to 0 on x": (
         "text:4: @t: reduce sum %b -> %c to 0 on x: NCCL cannot reduce f8e4m3: cast to f32 before the reduction and back after it"
     ),
-    "gather %x -> %y to 0 on x": "text:2: @t: gather %x -> %y to 0 on x: %y must hold 2 x %x: it has 2*M elements, not 4*M",
-    "scatter %x -> %y from 0 on x": "text:2: @t: scatter %x -> %y from 0 on x: %x must hold 2 x %y: it has 2*M elements, not 4*M",
+    "gather %x -> %y to 0 on x": "text:2: @t: gather %x -> %y to 0 on x: %y must hold 2 x %x, but has 2*M elements, not 4*M",
+    "scatter %x -> %y from 0 on x": "text:2: @t: scatter %x -> %y from 0 on x: %x must hold 2 x %y, but has 2*M elements, not 4*M",
     "%b = allocate f32[3]\n%c = allocate f32[3]\nall_to_all %b -> %c on x": (
         "text:4: @t: all_to_all %b -> %c on x: %b is f32[3]: 2 blocks cannot be proven equal; give it a dim of 2, one block per rank"
     ),
@@ -285,7 +287,7 @@ PROGRAMS = {
     ),
     "host @t(%x: f32[M@x]) -> () mesh(x=2) uneven(K) {\n}\n": ("@t: uneven(K): K is not a size of any input or output; leave it out"),
     "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n  all_gather %x -> %y on x\n}\n": (
-        "text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x: it has M elements, not 2*local(M, x)"
+        "text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x, but has M elements, not 2*local(M, x)"
     ),
     2 * KERNEL + HEAD + "}\n": "@t: kernel @double is declared twice: rename one",
     "kernel @none() {\n}\n" + HEAD + "}\n": "@t: kernel @none has no ops: give it one",
@@ -300,8 +302,7 @@ def test_body(body: str) -> None:
     assert str(caught.value) == BODIES[body]
 
 
-def test_a_condition_on_the_data_of_a_rank() -> None:
-    """The condition depends on the local size of a rank. A pass could construct this `if`, but text cannot express it."""
+def test_a_condition_on_a_local_size() -> None:
     host = host_text.parse(HEAD + "all_reduce sum %x -> %y on x\n}\n")
     guarded = replace(host, body=(ir.If(Symbol(LocalSize(Size.of("M"), ("x",))).equals(0), host.body),))
     with pytest.raises(ProgramError, match=r"a collective is not allowed under `if local\(M, x\) == 0`, which differs between ranks"):

@@ -263,7 +263,7 @@ class Checker:
         actual, expected = (self.known(product(self.types[name].shape)) for name in (large, small))
         expected = expected * factor
         if actual != expected:
-            self.fail(f"%{large} must hold {factor} x %{small}: it has {actual} elements, not {expected}")
+            self.fail(f"%{large} must hold {factor} x %{small}, but has {actual} elements, not {expected}")
 
     def known(self, size: Size) -> Size:
         """Replaces each local size by a quotient if all shards are equal. Equal sizes then compare equal."""
