@@ -1,8 +1,8 @@
 """Host time of calls. The variants of a case are measured alternately.
 
-The cases are: bound weights compared with passed weights; Llama 8B on one GPU, as calls and as a CUDA graph; calls with varying sizes; and
-generated programs compared with the same calls written by hand. Without a GPU, only the first case runs, on the CPU. `host_time.py hand`
-runs only the last case, which needs a GPU.
+The cases are: bound weights compared with passed weights; Llama 8B on one GPU, as calls and as a CUDA graph; calls with varying sizes,
+whose times include the GPU; and generated programs compared with the same calls written by hand. Without a GPU, only the first case runs,
+on the CPU. `host_time.py hand` runs only the last case, which needs a GPU.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ constexpr std::pair<const char*, cublasMpMatmulAlgoType_t> kMpAlgorithms[] = {
     {"cuBLASMp no overlap", CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP},
 };
 
-// y = all_gather(x) @ w, or y = reduce_scatter(x @ w), of row-major matrices. Matrices of cuBLASMp are column-major, so it
-// computes the transposes: y^T = w^T x^T. Each rank has one block of a sharded dim, so the layout is not block-cyclic.
+// y = all_gather(x) @ w, or y = reduce_scatter(x @ w), of row-major matrices. Matrices of cuBLASMp are column-major, so the
+// class computes the transposes: y^T = w^T x^T. Each rank has one block of a sharded dim, so the layout is not block-cyclic.
 class MpMatmul {
  public:
   // m: rows after the gather or before the scatter. n and k: columns and rows of w on one rank.
