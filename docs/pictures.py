@@ -1,6 +1,6 @@
 """The pictures of the documentation: `python docs/pictures.py` writes docs/images/*.svg.
 
-speed.svg shows the measurements in figures.json, and layer.svg shows those in layer.json. All other pictures explain terms.
+speed.svg shows the measurements in figures.json, and layer.svg shows those in layer.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ text { fill: #e6edf3; } .small { fill: #9da7b3; } .none { fill: #4b535d; } .line
 .box { fill: #22272e; stroke: #6e7681; }
 }
 """
-RANKS = "abcd"  # colours
+RANKS = "abcd"  # class in STYLE of each rank
 
 
 def svg(title: str, height: float, parts: Iterable[str]) -> str:
@@ -141,7 +141,7 @@ def memory() -> str:
 
 
 def shardings() -> str:
-    """A matrix on the four ranks of a mesh: sharded by rows, by columns and by both, and replicated."""
+    """A matrix on four ranks: sharded by rows, by columns and by both, and replicated."""
     parts = list[str]()
     kinds: Sequence[tuple[str, str, Callable[[int], tuple[float, float, float, float]]]] = (
         ('["M@x", "K"]', "mesh(x=4): rows", lambda r: (0, r / 4, 1, 1 / 4)),
