@@ -351,7 +351,7 @@ def alone(x, w):  # type: ignore[no-untyped-def]
 
 
 def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes many values for each parameter of options, groups and programs."""
+    """Passes many values for parameters of options, groups and programs."""
     monkeypatch.chdir(tmp_path)
     program, group = hw.compile(alone), hw.init(group="alone")
     call, measured = {"x": X, "w": W, "group": group}, {"x": X, "w": W, "repetitions": 1}

@@ -50,7 +50,7 @@ FLOORS = (
 )
 # Modules that import inside functions. All other modules import at the top.
 DELAYED_IMPORTS = {
-    "start-up: NumPy, the templates, the builder and the rendezvous take longer than a compilation": (
+    "start-up: importing NumPy, the templates, the builder or the rendezvous takes longer than a compilation": (
         *("api", "compiled", "build/program", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
         "torch/dynamo",
     ),
@@ -138,7 +138,7 @@ def _reached(needs: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_private_names_stay_in_their_modules() -> None:
-    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # All public names of this folder are attributes of `hw`.
+    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # Public names in this folder become attributes of `hw`.
     for path in modules():
         for node in nodes(path) if path.parent != of_users else ():
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hostweave"):
@@ -157,8 +157,8 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_each_pass_has_a_test_file_that_names_it() -> None:
-    """Each pass has a test file with its name. Each folder of tests is a folder of the package or in `others`, or the folder of a
-    subject inside such a folder."""
+    """Each pass has a test file with its name. Each folder of tests is a folder of the package, one of `others`, or directly inside
+    one of these."""
     tests = Path(__file__).parent
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
@@ -181,7 +181,7 @@ def test_only_decompose_reshards_computes_steps_of_reshards() -> None:
 
 
 def test_names_of_targets_are_not_compared() -> None:
-    """Code that is specific to a target is in the folder `targets`. Other code does not compare names of targets."""
+    """Only modules in the folder `targets` compare names of targets."""
     compared = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in modules()
@@ -221,8 +221,7 @@ def test_names_of_transports_are_not_compared() -> None:
     assert registers == {"transports", "emit"}  # All other code need not know which transports register memory.
 
 
-# Files that test for a class of instructions, because there is no trait. Examples are epilogues of cuBLASLt, shared plans, and fusion of
-# launches. Other code reads roles and traits.
+# Files that may test for a concrete class of instructions, because no trait answers their question. Other code reads roles and traits.
 OWN_SEMANTICS = {
     "analysis/alignment.py",
     "cli/memory_plan.py",
@@ -246,7 +245,7 @@ OWN_SEMANTICS = {
 
 
 def test_code_reads_traits_of_instructions() -> None:
-    """Other files may test for abstract classes, such as Communication."""
+    """Files outside OWN_SEMANTICS may test only for abstract classes, such as Communication."""
     concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
     for path in modules():
@@ -262,7 +261,7 @@ def test_code_reads_traits_of_instructions() -> None:
 
 
 def test_instructions_are_identified_by_position() -> None:
-    """Code of programs does not call `id`, because one instruction may occur twice in a program, and Python reuses ids."""
+    """Code that reads programs does not call `id`, because one instruction may occur twice in a program, and Python reuses ids."""
     folders = ("analysis", "check", "emit", "fusion_ir", "host_ir", "passes")
     sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}
     assert [str(path) for path, text in sources.items() if re.search(r"\bid\(", text)] == []
@@ -289,7 +288,8 @@ def test_names_that_benchmarks_import_exist() -> None:
 
 
 def test_compiling_imports_nothing_that_runs_programs() -> None:
-    """Importing NumPy or the rendezvous takes longer than compiling. Compiling without the check of results must not import them."""
+    """Importing NumPy or the rendezvous takes longer than compiling. Only the check imports NumPy. Compiling never
+    imports the rendezvous."""
     compile_one = """if True:
         import sys, hostweave as hw
         x = hw.f32["M@x", "K"]

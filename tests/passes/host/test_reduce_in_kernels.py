@@ -54,7 +54,7 @@ def test_all_reduces_that_stay_separate(rows: int, options: hw.Options) -> None:
         (8192, "hw::Row<8192, 256, 8, 4>", "hw::Grid{4 * T, 256, 4}"),
         (7168, "hw::Row<7168, 224, 8, 4>", "hw::Grid{4 * T, 224, 4}"),
         (2048, "hw::Row<2048, 256, 8>", "hw::Grid{T, 256}"),
-        (3840, "hw::Row<3840, 160, 8>", "hw::Grid{T, 160}"),  # The row cannot be divided into blocks of whole warps.
+        (3840, "hw::Row<3840, 160, 8>", "hw::Grid{T, 160}"),  # Several blocks of whole warps cannot share the row evenly.
     ],
 )
 def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: str) -> None:
