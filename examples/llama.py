@@ -1,7 +1,7 @@
 """Llama 3 from a checkpoint of Hugging Face: `python examples/llama.py FOLDER --prompt "Once upon a time" --tp 2`.
 
 Two programs share the weights and the cache of keys and values, and update the cache in place. `prefill` processes the prompt,
-sequence-parallel. `decode` processes one token after another. Each call of `decode` writes the next token to the input `ids`, which the
+sequence-parallel. Each call of `decode` processes one token of each sequence, and writes the next token to the input `ids`, which the
 next call reads. `hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of
 Llama 3 8B on 8 ranks.
 """
@@ -198,8 +198,8 @@ class Llama:
         self.graph = None
 
     def start(self, prompts):
-        """Processes one prompt per sequence, and stores the next tokens in `ids`. Raises CheckpointError if a prompt is empty or exceeds
-        the cache."""
+        """Processes one prompt per sequence, and stores the next tokens in `ids`. Raises CheckpointError if a prompt is empty, or leaves
+        no space in the cache."""
         counts = [len(prompt) for prompt in prompts]
         if wrong := [count for count in counts if not 0 < count < self.length]:
             raise CheckpointError(f"a prompt has {wrong[0]} tokens, and the cache has space for 1 to {self.length - 1}; raise --length")

@@ -50,7 +50,7 @@ def test_compiling_shows_its_steps_on_a_terminal(tmp_path: Path) -> None:
     assert steps[-1][0] == steps[-1][1]  # The last step is linking.
     assert shown.endswith("\r\x1b[K")  # The line is cleared.
     assert "hostweave:" not in out
-    assert on_terminal(COMPILE, tmp_path) == (out, "\r\x1b[K")  # In the second run, all programs are in the cache.
+    assert on_terminal(COMPILE, tmp_path) == (out, "\r\x1b[K")  # In the second run, the program is in the cache.
 
 
 def test_nothing_is_shown_where_stderr_is_piped(tmp_path: Path) -> None:

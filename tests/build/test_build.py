@@ -78,7 +78,7 @@ def test_runtime_libraries_and_program_are_built_in_parallel(empty_cache: Path, 
 
 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if another file replaces the library while a module is loaded, the module uses the checked library. Loading the replaced file is
+    """Even if another file replaces the library while a module is loaded, the module uses the checked library. Loading the other file is
     an error."""
     here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
@@ -300,7 +300,7 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("target", "folder"), [("cpu", "empty_cache"), pytest.param("cuda", "cache_with_runtime", marks=needs_cuda)])
 def test_only_changed_parts_are_compiled_again(target: Any, folder: str, request: pytest.FixtureRequest) -> None:
-    """After a change of a constant, only a kernel is compiled again. After a change of a name, the host program is compiled too."""
+    """After a change of a constant, only the file of kernels is compiled again. After a change of a name, the host program is too."""
     request.getfixturevalue(folder)
 
     def compiled(function: Any) -> set[str]:

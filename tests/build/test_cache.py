@@ -109,7 +109,7 @@ def installed(folder: Path) -> dict[str, str]:
     for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
         copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__", NATIVE.name), copy_function=shutil.copy)
-    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # Finds the BLAS library relative to its folder.
+    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # The native library finds BLAS relative to its own folder.
     return {**os.environ, "PYTHONPATH": str(folder / "codegen")}
 
 

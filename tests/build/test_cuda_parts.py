@@ -1,4 +1,4 @@
-"""Search for CUDA's headers and libraries in the toolkit and in pip wheels. Headers and libraries must have the same version."""
+"""Search for CUDA's headers and libraries in the toolkit and in pip wheels. Headers and libraries must have the same major version."""
 
 import re
 import tomllib
