@@ -193,7 +193,7 @@ def _of_positive(n: int, x: Any) -> Any:
 
 
 def polygamma(n: int, x: Any) -> Any:
-    """Uses the reflection formula below 0, in which the derivatives of cot(pi x) are polynomials in cot(pi x)."""
+    """n-th derivative of digamma. Negative x need the reflection formula, with derivatives of cot(pi x): polynomials in cot(pi x)."""
     reflected = torch.where(x < 0, 1 - x, x)
     made = _of_positive(n, reflected)
     fraction = x - torch.round(x)
@@ -238,7 +238,7 @@ def _erfcx(x: Any) -> Any:
 
 
 def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
-    """Evaluates a polynomial by the angle with cosine x, or by the hyperbolic angle if |x| is larger than 1."""
+    """Function for a Chebyshev polynomial: uses the angle with cosine x, or the hyperbolic angle if |x| is larger than 1."""
 
     def function(x: Any, n: Any) -> Any:
         x = 2 * x - 1 if is_shifted else x

@@ -19,7 +19,7 @@ from hostweave.torch.update_step import GRADIENT, PARAMETER
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
-_ODD = "not_finite"  # input: number of gradient elements that are not finite, with loss scaling
+_ODD = "not_finite"  # operand of an update with loss scaling: number of gradient elements that are not finite
 
 
 class Updated(NamedTuple):
@@ -113,7 +113,7 @@ class Updates:
         return {name: TensorType(dtype_of(dtype), (), mesh=mesh) for dtype, names in pairs for name in names.values()}
 
     def compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor], odd: hw.Tensor | None = None) -> list[hw.Tensor]:
-        """Computes the new values of `written`, which do not change if `odd` is above 0. Equal layers share one function."""
+        """Computes the new values of `written`. If `odd` is above 0, these are the old values. Equal layers share one function."""
         tensors = dict(inputs) if odd is None else {**inputs, _ODD: odd}
         tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self.parameters, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}

@@ -40,7 +40,7 @@ class Transport:
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
-        """True if a chunk loop can move such shards: registered memory has the same layout on all ranks."""
+        """True if a chunk loop can move shards with these two properties. Registered memory has the same layout on all ranks."""
         return not self.registers_arena or (are_even and are_on_all_ranks)
 
 
@@ -71,7 +71,7 @@ _TRANSPORTS = (  # preferred ones first
         registers_arena=True,
         has_communicator=False,
     ),
-    # Puts, gets and signals of NCCL between registered windows of ranks.
+    # NCCL's puts and signals between registered windows of ranks. Gets copy from windows of peers.
     Transport(
         name="one_sided",
         carries=SIGNALS,
