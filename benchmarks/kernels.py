@@ -1,8 +1,9 @@
 """Generated kernels at the shapes of Llama 3 on one GPU, compared with torch.compile and with a device copy of as many bytes.
 
-Kernel, copy and torch are timed alternately. Calls cycle through sets of buffers that together exceed the cache of the GPU. A large case
-has one set. A line ends with MISSED if a limit is missed. The limits are the time relative to torch.compile and, from 2048 rows on, the
-bandwidth relative to the copy. Arguments are names of cases. Unknown names are ignored. All cases run if no name is known.
+Kernel, copy and torch are timed alternately. Calls cycle through sets of buffers that together exceed the cache of the GPU. A case that
+alone exceeds the cache several times has one set. A line ends with MISSED if a limit is missed. The limits are the time relative to
+torch.compile and, from 2048 rows on, the bandwidth relative to the copy. Arguments are names of cases. Unknown names are ignored. All cases
+run if no name is known.
 """
 
 from __future__ import annotations
@@ -296,7 +297,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     expected = case.compute(Torch(), *given)
     for results in (program(*given, group=group), compiled(*given)):
         for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (results, expected)), strict=True):
-            relative = 0.13 if one.dtype == torch.float8_e4m3fn else 3e-2  # Neighbours in f8e4m3 differ by at most 1/8.
+            relative = 0.13 if one.dtype == torch.float8_e4m3fn else 3e-2  # Neighbours in f8e4m3 differ by at most 1/8 of the smaller one.
             one, other = one.float(), other.float()
             torch.testing.assert_close(one, other, rtol=relative, atol=3e-2 * max(1.0, float(other.abs().max())))
     shapes = (*case.inputs, *case.outputs)

@@ -4,9 +4,9 @@ The cases are: 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (
 reduce_scatter); and the sequence-parallel 70B at per-rank shapes of TP 8. On several GPUs, Hostweave has three variants: sequential, the
 compiler's choice, and the compiler's choice in a CUDA graph. On one GPU, only the first variant is measured. For the sequence-parallel MLP,
 another variant of torch.compile fuses the collectives with matmuls (async TP). Gate and up share one weight in all variants. Data is
-random, in bf16. One process per GPU runs all variants alternately on the same arrays. Printed times are milliseconds of the slowest rank,
-as medians over calls. All ranks start a call together. Matmuls may reach the power limit of the GPU, which slows later measurements.
-Arguments are names of cases, such as "70B at TP8"; default: all.
+random, in bf16. One process per GPU runs the variants of a row alternately on the same arrays. Printed times are milliseconds of the
+slowest rank, as medians over calls. All ranks start a call together. Later measurements may be slower, if matmuls reach the power limit of
+the GPU. Arguments are names of cases, such as "70B at TP8"; default: all.
 """
 
 from __future__ import annotations

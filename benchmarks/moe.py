@@ -5,7 +5,7 @@
 - dispatch: each GPU has 128 or 4096 tokens of 7168 elements. Each token is sent to the ranks of 8 of 64 experts, and rows are sent back.
   Hostweave sends a token at most once to each rank, and each rank returns a sum, in f32 or in bf16. One baseline is torch's
   all_to_all_single. For this baseline, the host knows all counts in advance. The other baseline is the predicted time of a copy engine that
-  sends one row per token and expert in each direction.
+  sends one row per token and expert of another rank, in each direction.
 - layer: a Mixtral layer at 8B shapes on one GPU: the forward pass alone, and both passes. The peer is the same layer in torch with
   _grouped_mm, eager and compiled.
 - layers: the same layer on all GPUs, with sharded experts. torch sends rows by all_to_all_single, and the host knows all counts.
@@ -16,9 +16,9 @@
   no bytes are sent. The baseline is a gather and a reduce-scatter, in two kernels: a dispatch and combine needs at least these two
   exchanges.
 
-Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank, as medians over
-calls. All ranks start a call together. Arguments are names of the list above; default: all. `dispatch`, `layers` and `chain` need at least
-two GPUs.
+Data is random. One process per GPU runs the variants of a row alternately. Printed times are milliseconds of the slowest rank, as medians
+over calls. All ranks start a call together. Arguments are names of the list above; default: all. `dispatch`, `layers` and `chain` need at
+least two GPUs.
 """
 
 from __future__ import annotations

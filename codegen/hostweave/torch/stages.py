@@ -56,7 +56,7 @@ class Stage:
     outer: Graph
     joint: Joint
     forward: StagePart
-    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # by action: (function, an index of a source or a name per result)
+    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # by action: (function, an index or a name per result)
     state: State | None = None
 
     @property
