@@ -30,7 +30,7 @@ from hostweave.build.cuda import gpus
 from hostweave.cli.memory_plan import MemoryPlan, memory_plan
 from hostweave.pipeline import lower
 
-HIDDEN, INNER, HEADS, HEAD = 8192, 3584, 8, 128  # per rank; all heads of queries of a rank share one head of keys
+HIDDEN, INNER, HEADS, HEAD = 8192, 3584, 8, 128  # INNER, HEADS: per rank; all query heads of a rank share one key head
 GOALS = {8192: 1.25, 2048: 1.2}  # speedup over torch's best, by tokens
 LONG = 32768  # tokens for the memory plan
 REPETITIONS = 15

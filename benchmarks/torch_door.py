@@ -1,10 +1,10 @@
 """Compares `hostweave.torch.compile` with PyTorch: parallelize_module or fully_shard, and torch.compile.
 
-The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, except in `compile`. The input has 4096 tokens. Except in `fsdp`,
-the module is sequence-parallel over all GPUs of this machine. Except in `compile`, torch.compile is applied to each layer, as in training
-frameworks. `forward`, `backward` and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16. One process per
-GPU runs all variants alternately. Times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together.
-Arguments select the measurements; default: all.
+The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, except in `compile`. The input has 4096 tokens. Except in `fsdp`
+and `compile`, the module is sequence-parallel over all GPUs of this machine. Except in `compile`, torch.compile is applied to each layer,
+as in training frameworks. `forward`, `backward` and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16.
+One process per GPU runs Hostweave and a variant of torch alternately. Times are milliseconds of the slowest rank, as medians over calls.
+All ranks start a call together. Arguments select the measurements; default: all.
 
 - `forward`: the forward pass;
 - `backward`: forward and backward pass, with gradients of parameters and input;
@@ -309,7 +309,7 @@ def _step_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
     compile_ = partial(hostweave.torch.compile, module, hw.Mesh(tp=ranks), shardings, given)
     ours = {"hostweave": compile_(optimizer=_adamw(module))}
     first = _losses(rank, "hostweave", partial(ours["hostweave"], *local))
-    if DEVICE == "cuda":  # The graphs train the same parameters further.
+    if DEVICE == "cuda":  # This program trains the same parameters further.
         ours['hostweave with graph="auto"'] = compile_(optimizer=_adamw(module), options=hw.Options(graph="auto"))
     for is_async in (False, True)[: 2 if DEVICE == "cuda" else 1]:  # Async TP needs GPUs.
         name = f"torch.compile{' with async TP' * is_async}"

@@ -11,7 +11,7 @@ from peers.report import print_machine, spread
 
 import hostweave as hw
 
-COLD_BYTES = 256 << 20  # bytes of weights
+COLD_BYTES = 256 << 20  # maximum bytes of all weights of a call
 ROUNDS, REPETITIONS = 3, 10
 ROWS = (16, 64, 128, 512, 2048)
 SHAPES = {"8B, gate": (4096, 14336), "8B, down": (14336, 4096), "70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192)}

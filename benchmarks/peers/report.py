@@ -47,8 +47,7 @@ def machine() -> str:
 
 
 def _of_torch() -> list[str]:
-    """Versions of PyTorch and of the libraries that it has loaded. The version of NCCL is that of the loaded library, even if LD_PRELOAD
-    loaded it."""
+    """Versions of PyTorch, NCCL, cuBLAS and cuDNN. NCCL is the loaded library, even if LD_PRELOAD loaded it."""
     try:
         import torch
     except ModuleNotFoundError:
