@@ -1,7 +1,8 @@
 """Compares the generated programs of this checkout with those of another commit: `python tests/compare_generated.py COMMIT`.
 
 Each checkout emits programs of examples/, benchmarks/ and tests/, for several numbers of ranks. Programs are compiled with default options,
-with one-sided transport, and with stated sizes. If files differ, the first lines of each diff are printed, and the exit status is 1.
+with one-sided transport, and with values of symbolic sizes. If files differ, the first lines of each diff are printed, and the exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def git(*arguments: str) -> None:
 
 
 def emit_in(checkout: Path, folder: Path) -> None:
-    """Runs this script with the package and the examples of `checkout`. Option -S omits the finder of an editable install, because the
+    """Runs this script with the package of `checkout`. Option -S omits the finder of an editable install, because the
     finder would import the installed package."""
     path = os.pathsep.join([*(str(checkout / part) for part in ("codegen", "tests")), *sys.path])
     command = [sys.executable, "-S", "-P", __file__, "--emit", str(checkout), str(folder)]
@@ -73,7 +74,7 @@ def emit(checkout: Path, folder: Path) -> None:
 
 
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
-    """Programs by path, such as `seeds/4/ag_matmul` for 4 ranks. Omits files that cannot be loaded for a number of ranks."""
+    """Programs by path, such as `seeds/4/ag_matmul_p2p`, in which D is 4. Omits files that cannot be loaded with a value of D."""
     import parts_of_transformers
     import random_fusions
 

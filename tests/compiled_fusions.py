@@ -38,8 +38,8 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Returns each case with transport peer and with one_sided. Both programs have the same IR, so one of the two is marked slow:
-    one_sided for the first case, peer for the second, and so on."""
+    """Returns each case with transport peer and with one_sided. The IRs of both programs differ only in the names of transports, so one of
+    the two is marked slow: one_sided for the first case, peer for the second, and so on."""
     # The import is not at the top, because rank_process.py imports this module in many processes. pytest takes a third of the import time.
     import pytest
 

@@ -116,7 +116,7 @@ def test_compile_names_a_wrong_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wrong", [2, 5])
 def test_the_first_value_that_differs_is_named(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass on fusions changes a factor in a function. The error names this pass and the first wrong value."""
+    """A pass on fusions changes a factor in a function. The error names a pass and the first wrong value."""
     from hostweave import pipeline
 
     @hw.block(x=hw.f32["M@x", "N"], b=hw.f32["N"])

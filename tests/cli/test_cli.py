@@ -1,4 +1,4 @@
-"""Output of each command. A mistake gives one line on stderr and status 1. Usage errors of argparse have status 2."""
+"""Output of commands. A mistake gives one line on stderr and status 1. Usage errors of argparse have status 2."""
 
 from __future__ import annotations
 
@@ -386,7 +386,7 @@ def test_help_and_mistakes_of_commands(capsys: Captured) -> None:
 
 
 def test_shells_complete_commands_and_options(capsys: Captured) -> None:
-    """The test executes the script for bash. Other shells may not be installed, so their scripts are only compared as text."""
+    """The test executes the script for bash. Other shells may not be installed, so the test only finds a line in each of their scripts."""
     completed = "COMP_WORDS=({}); COMP_CWORD={}; _hostweave; echo ${{COMPREPLY[@]}}"
     lines = [completed.format("hostweave ti", 1), completed.format("hostweave demo --ra", 2), completed.format("hostweave cache c", 2)]
     script = output_of(capsys, "completion", "bash") + "\n".join(lines)

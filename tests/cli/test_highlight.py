@@ -1,4 +1,4 @@
-"""Syntax highlighting. The lexer recognises every word of both IRs. Output on a terminal differs from other output only by colours."""
+"""Syntax highlighting. The lexer finds no error in texts of both IRs. Output on a terminal differs from other output only by colours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def errors(text: str) -> list[str]:
 
 
 def wrong_lines(places: Mapping[str, object]) -> dict[str, object]:
-    """Returns the lines with errors, and their places. Lines are tested one by one, because no token spans several lines."""
+    """Returns the lines with errors, each with its stage or file. Lines are tested one by one, because no token spans several lines."""
     return {line: place for line, place in places.items() if errors(line)}
 
 

@@ -1,5 +1,5 @@
-"""`hostweave inspect` prints a note with the location of each implicit gather or pack, unless it moves few bytes or the program requests
-it."""
+"""`hostweave inspect` prints a note with the location of each pack, and of each gather that the program does not request, if it moves many
+bytes."""
 
 from __future__ import annotations
 
