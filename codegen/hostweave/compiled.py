@@ -117,8 +117,8 @@ class Compiled:
         return Report(predicted, measured, graph_of(fusions[-1]) if fusions else None, changes)
 
     def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
-        """Returns this program, or the one in sequence if chunk loops do not divide the sizes, and the values of all sizes. A missing size
-        gets a typical value."""
+        """Returns this program, or the one in sequence if chunk loops do not divide the sizes, and the values of all sizes. A size that
+        neither the caller nor the options give gets a typical value."""
         self.expect_sizes(what, sizes)
         known = default_sizes(self.host, {**self.options.sizes, **sizes})
         return (self if are_divided(self.host, known) else self.in_sequence), known
@@ -163,7 +163,7 @@ class Compiled:
         return load(folder / MODULE_FILE, self.target.dlopen_flags)
 
     def expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
-        """Raises ArgumentError for a size that no call of the program can have."""
+        """Raises ArgumentError for unknown names, and for sizes that no call of the program can have."""
         if not isinstance(sizes, Mapping):
             raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is not a dict of names; write {{"M": 8}}')
         if unknown := sizes.keys() - set(self.host.given_sizes()):
