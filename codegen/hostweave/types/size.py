@@ -4,7 +4,7 @@ A factor is the name of a symbol, or a node that contains other sizes:
 
 - a sum such as `(M + N)` or `(M - 2)`, from concat, pad and slices;
 - `ceil(M/8)`, the size of a full shard if 8 ranks cannot split M evenly;
-- `local(M, x)`, the size of this rank's shard of M along mesh axis x (may be smaller, or 0, on the last ranks);
+- `local(M, x)`, the size of this rank's shard of M along mesh axis x; the last shards may be smaller or empty;
 - `first(M, x)`, the index in M at which that shard begins.
 
 For a mesh of some ranks, the text is `local(M, x on ranks 2, 3)` or, with several axes, `local(M, b on mesh(a=2, b=2 of ranks 0..4))`.
@@ -27,7 +27,7 @@ from hostweave.types.mesh import MAX_RANKS, Mesh, RankSizes, Sizes, listed_ranks
 
 @dataclass(frozen=True)
 class Size:
-    """coefficient * product(factors) / divisor, in lowest terms. Factors are sorted, so that equal sizes have equal fields."""
+    """coefficient * product(factors) / divisor, in lowest terms. Factors are sorted, so that `M*K` equals `K*M`."""
 
     coefficient: int = 1
     factors: tuple[Factor, ...] = ()

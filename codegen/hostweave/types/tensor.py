@@ -363,7 +363,7 @@ def _runs(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> lis
 def local_outputs(
     program: str, mesh: Mesh, inputs: Mapping[str, TensorType], outputs: Sequence[TensorType], shapes: Mapping[str, Shape], rank: int
 ) -> list[Shape]:
-    """Local shapes of a rank's outputs, from those of its inputs, if all sharded dims are even."""
+    """Local shapes of a rank's outputs, from those of its inputs, if all sharded dims divide evenly."""
     even = {
         name: tuple(size * mesh.size_of(dim.axes) for size, dim in zip(shapes[name], type_.dims, strict=True))
         for name, type_ in inputs.items()
@@ -381,8 +381,8 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Values of the symbols that are dims of inputs. Raises ArgumentError if the shapes do not fit.
 
-    Zigzag dims must be even. Other sharded dims must be even too, unless `uneven` is None, or the size is an int or a single factor with a
-    symbol in `uneven`.
+    Zigzag dims must divide evenly into pieces. Other sharded dims must divide evenly among ranks, unless `uneven` is None, or the size is
+    an int or a single factor with a symbol in `uneven`.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}

@@ -31,14 +31,14 @@ class Zigzag(tuple[str, ...]):
 
 
 def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
-    """Filters axes. A Zigzag stays one if all axes are kept, or if dropped axes have size 1 (`ranks_stay`)."""
+    """Filters axes. A Zigzag stays a Zigzag if all axes are kept, or if `ranks_stay` states that dropped axes have size 1."""
     kept = tuple(filter(keep, axes))
     return Zigzag(kept) if isinstance(axes, Zigzag) and kept and (ranks_stay or len(kept) == len(axes)) else kept
 
 
 def pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
-    """Number of pieces of a dim: two per rank in zigzag over several ranks, otherwise one per rank. Shards are equal if this number divides
-    the size."""
+    """Number of pieces of a dim: two per rank in zigzag over several ranks, otherwise one per rank. All shards have equal sizes if this
+    number divides the size."""
     ranks = mesh.size_of(axes)
     return 2 * ranks if isinstance(axes, Zigzag) and ranks > 1 else ranks
 
