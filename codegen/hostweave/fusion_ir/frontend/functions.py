@@ -30,12 +30,12 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also written `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. A matmul of ints is much slower than one of floats, because cuBLASLt does not compute it.
+    wrap around. A matmul of ints is much slower than one of floats, because cuBLASLt supports only floats.
 
     If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce, or a reduce-scatter if a `reshard` shards the
     result.
 
-    Raises ProgramError for other dtypes, or if inner dims differ, or if leading dims do not broadcast.
+    Raises ProgramError for other dtypes, or if an operand has less than 2 dims, inner dims differ, or leading dims do not broadcast.
 
     Example: `x: bf16[M@dp, K]` and `w: bf16[K, N@tp]` give `bf16[M@dp, N@tp]`, without communication.
     """
@@ -46,8 +46,8 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: DType = bf16) -> Tensor:
     """Matrix product of 8-bit floats with scales, as in torch._scaled_mm: [M, K] x [K, N] -> [M, N]. `out_dtype` is bf16, f16 or f32.
 
-    `a` and `b` are f8e4m3 or f8e5m2. Each f32 scale multiplies one block of its operand. Products are summed in f32, and each sum is
-    rounded once. The shapes of the scales determine the blocks:
+    `a` and `b` are f8e4m3 or f8e5m2. Each f32 scale multiplies one block of its operand. The sums have at most the precision of f32.
+    The shapes of the scales determine the blocks:
 
     | scales per | scale_a | scale_b |
     |---|---|---|
@@ -149,7 +149,7 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
 
 @checked
 def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
-    """Vector of the indices of x along `axis`: 0, 1, 2, ... in an integer `dtype`."""
+    """Vector of the indices of x along `axis`: 0, 1, 2, ... Raises ProgramError if `dtype` is not an integer dtype."""
     size = x.type.shape[dim_of(x, axis, "iota")]
     return record("iota", target=TensorType(dtype, (Dim(size),)), beside=x)
 
