@@ -42,7 +42,8 @@ def scaled_dot_product_attention(
     - `enable_gqa`: key and value may have fewer heads than the query. Consecutive query heads then share a key head (Ainslie et al., "GQA",
       2023).
     - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`.
-    - `lengths`, i32, is the number of valid keys per batch element, for a cache that is not full. With `is_causal`, the queries are the last
+    - `lengths`, i32, is the number of valid keys per batch element, for a cache that is not full. With `is_causal`, the queries are the
+    last
       rows of the sequence: row i attends to keys up to lengths - S + i.
 
     Attention kernels compute the result if they support the operands (see `attention`), there is no dropout, and a float mask has the

@@ -52,7 +52,7 @@ def _before(ends: Tensor) -> Tensor:
 
 @_called("counts")
 def bincount(x: Tensor, length: int | str) -> Tensor:
-    """Counts the elements of x that equal i, for each i from 0 to `length` - 1. x is a tensor of ints. Other elements are ignored. The
+    """Counts the elements of x that equal i, for each i from 0 to `length` - 1, and ignores other elements. x is a tensor of ints. The
     result is i64 [length].
 
     If x is sharded, each rank counts its elements, and the result is a partial sum.
@@ -155,8 +155,8 @@ class Routing:
 def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (), capacity: SizeLike | None = None) -> Routing:
     """Routes each token to the ranks of its experts. `experts`, ints [T, k], are the experts that each token chooses.
 
-    The mesh axes `axes` have R ranks. The tokens and the E = `num_experts` experts are split over these ranks: rank r has the experts from
-    r * E/R to (r + 1) * E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
+    The mesh axes `axes` have R ranks. The tokens and the E = `num_experts` experts are split over these ranks: the rank with index r has
+    the experts from r * E/R to (r + 1) * E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
 
     A choice is a token with one of its k experts. A rank sends at most `capacity` choices to each rank. By default, no choice is dropped.
     Beyond the capacity, choices of the destination's highest-numbered experts are dropped first. Among choices of one expert, those of the
