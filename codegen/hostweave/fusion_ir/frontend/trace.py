@@ -51,8 +51,8 @@ def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
 class Tensor:
     """A symbolic tensor: a value of the program that is being traced, with a type and no data.
 
-    A tensor supports Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below. All other
-    operations are functions of `hw`.
+    A tensor supports Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), `abs`, `divmod`, `round`, basic indexing, and the
+    methods below. All other operations are functions of `hw`.
     """
 
     __hash__ = object.__hash__
