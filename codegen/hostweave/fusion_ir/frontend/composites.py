@@ -75,7 +75,7 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
     two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. If a reduced dim is sharded, two
     all-reduces are needed.
 
-    Raises ProgramError if `correction` is not an int and the sizes are symbolic.
+    Raises ProgramError if `correction` is not a whole number and a reduced size is symbolic.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1, correction=1)`.
     """
@@ -191,7 +191,7 @@ def _wide(x: Tensor) -> Tensor:
 # --- 8-bit floats -----------------------------------------------------------------------------------------------------
 
 LARGEST = {f8e4m3: 448.0, f8e5m2: 57344.0}
-LEAST_MAGNITUDE = 1e-12  # lower bound of the largest magnitude of a block, so that no scale is 0
+LEAST_MAGNITUDE = 1e-12  # lower bound of the largest magnitude of elements that share a scale, so that no scale is 0
 GROUPS = ("row", "tensor", "block", "block2d")
 
 

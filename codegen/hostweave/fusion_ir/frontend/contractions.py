@@ -1,4 +1,4 @@
-"""einsum and tensordot: sums of products over any dims, computed by matmuls."""
+"""einsum and tensordot: sums of products over any dims, computed by matmuls where operands share a summed dim."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence

@@ -90,7 +90,7 @@ def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: L
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
-    """Reshards an output to the input's sharding, unless the output states it. The reshard takes the output's name."""
+    """Reshards an output to the input's sharding, unless the output states this sharding. The reshard takes the output's name."""
     target = given.type
     if output.type.shape != target.shape:  # the same dims in another order
         left = list(target.dims)
