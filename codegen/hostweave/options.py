@@ -45,7 +45,7 @@ class Options:
       - one_sided: puts, gets and signals of the communication library. Needs version 2.29 or later (2.32 for moves between meshes).
       - auto: two_sided for most communication. A chunk loop uses peer if it has `.stream(..., algorithm="put")`, or if the cost model
         chooses peer. Kernels do small all-reduces, reduce-scatters and all-gathers through peer memory, without the library. If the ranks
-        cannot use peer, the compiler's choices use two_sided. In a group of `hw.Communicators`, they use one_sided if possible.
+        cannot use peer, the compiler's choices use two_sided. In a group of `hw.Communicators`, these choices use one_sided if possible.
 
       With peer or one_sided, every rank must have a shard in a chunk loop, and the shards must have equal sizes. The algorithm must be put,
       ring, or a collective of a slice of every shard.
@@ -64,8 +64,8 @@ class Options:
       3, 5, 9, 17 and so on, and at least every 4096 calls. They choose graphs if nearly all calls since the last decision used arrays of
       earlier calls, on every rank. Until the next decision, calls with new arrays are then captured too.
 
-    - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written", `overlap="off"` and
-      chunk loops keep their order.
+    - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps the order of the
+      program, as do `overlap="off"` and chunk loops.
     - `tune`: measures the algorithms that cuBLASLt recommends for each matmul, and uses the fastest. Without `tune`, the first is used. The
       first call at new sizes, or `Program.prepare`, measures. Algorithms that need more than the workspace of the matmul are skipped. All
       ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. `tune` has no effect on the CPU

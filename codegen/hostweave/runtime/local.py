@@ -35,7 +35,7 @@ from hostweave.types.tensor import Shape, block_shape, holds
 T = TypeVar("T")
 StagedWork = Callable[[Any, Any], T]  # (native staged calls, native schedule) -> result
 
-_build_lock = reset_after_fork(threading.Lock())  # ranks that are threads build at the same time
+_build_lock = reset_after_fork(threading.Lock())  # ranks that are threads would otherwise build at the same time
 
 
 class LocalProgram:
