@@ -11,7 +11,7 @@ from hostweave.compiled import Compiled
 from hostweave.host_ir.size_requirements import are_divided, undivided
 from hostweave.types.machine import Machine
 
-MOST_PER_GROUP = 16  # most variants for particular sizes in a group; each variant has its own memory
+MOST_PER_GROUP = 16  # most variants per owner in `at_sizes`; each variant has its own memory
 
 Constants = tuple[tuple[str, int], ...]
 

@@ -51,7 +51,7 @@ LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node -> (la
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
-    """Functions of repeated layers, with names that begin with `prefix`."""
+    """Layers by first node, with the functions of repeated layers. Names of functions begin with `prefix`."""
     layers = repeated_layers(graph)
     types = _types_between(graph, name, layers, options) if layers else {}
     layers = alike([layer for layer in layers if _takes_the_same(graph, layer, types)])
@@ -60,7 +60,7 @@ def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> Laye
 
 
 def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Fusion:
-    """Records the graph as a fusion, without its update if `names` is given."""
+    """Records the graph as a fusion. If `names` is given, the fusion has no update and no donated inputs."""
     update = None if names is not None else graph.update
     types: dict[str, Any] = {**(update.types if update else graph.input_types)}
     donated = {} if names is not None else graph.donated
@@ -68,8 +68,8 @@ def _fusion(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str]
 
 
 def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str] | None = None) -> Callable[..., tuple[hw.Tensor, ...]]:
-    """Function that records a graph. With `names`, the function omits the update, and stores in `names` the name of each node's value, or
-    "" for an input. Nodes may share a value."""
+    """Function that records a graph. With `names`, the function omits the update, and maps each node in `names` to the name of its value.
+    The name is "" for an input. Nodes may share a value."""
     update, names = (None if names is not None else graph.update), names or {}
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -31,7 +31,7 @@ _FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1
 
 @dataclass(frozen=True)
 class OperandSource:
-    """Source of an operand: the name of an input, or the index of an op and of its `result`."""
+    """Source of an operand: the name of an input, or the index of an op. `result` is an index into the results of the op."""
 
     source: str | int
     result: int = 0
@@ -46,7 +46,8 @@ class Number:
 
 @dataclass(frozen=True)
 class UpdateOp:
-    """An ATen op without side effects. `made` has "meta" results. `location` is the line of the optimizer that calls the op."""
+    """An ATen op without side effects. `made` is its result on the device "meta". `location` is the line of the optimizer that calls the
+    op."""
 
     name: str
     args: tuple[Any, ...]
@@ -254,8 +255,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises an error if the new calls differ in anything
-    but numbers."""
+    """Returns the results of recorded calls, and collects the numbers of the new calls. Raises ValueError if a new call differs from the
+    recorded call in anything but numbers."""
 
     def __init__(self, calls: Sequence[Call]):
         super().__init__()  # type: ignore[no-untyped-call]
