@@ -1,4 +1,4 @@
-"""Groups: hw.init, and calls of programs by ranks. The ranks are threads."""
+"""Groups: hw.init, and calls of programs by ranks. In groups of several ranks, the ranks are threads."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int,
 
 
 def test_an_interrupted_call_informs_the_other_ranks() -> None:
-    """The group has one rank, and later calls report the interrupt, although KeyboardInterrupt has no text."""
+    """Later calls of the group report the interrupt, although KeyboardInterrupt has no text. The group has only one rank here."""
     group = hw.init(hw.Threads(1))
 
     def interrupted() -> None:

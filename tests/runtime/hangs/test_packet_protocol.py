@@ -6,7 +6,8 @@ from collections import deque
 
 
 def lost(ranks: int, slots: int, exchanges: int, waits: bool = True, flags: bool = False) -> bool:
-    """True if, in some order of events, a packet is overwritten while its receiver may still read it.
+    """True if, in some order of events, a packet is overwritten while its receiver may still read it. A receiver has `slots` places per
+    sender.
 
     The kernels of a rank run one after another. A kernel sends a packet to each peer, and receives a packet from each peer, in any order. A
     kernel ends when it has sent and received all packets. Before its end, the kernel may read received packets again. A packet contains the
