@@ -23,11 +23,11 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
 MESHES_OF_MOVES: tuple[dict[str, int], ...] = ({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})
-SEEDS = 160  # Number of seeds in the default run. The programs of these seeds have all instructions that are not in NOT_MADE.
+SEEDS = 160  # Seeds of the default run. With those of `exchanging`, their programs have all instructions except NOT_MADE.
 
 
 def is_right(seed: int) -> bool:
-    """Returns True if the program of this seed runs at its sizes. Fails if results are wrong."""
+    """Returns True if the program of this seed runs at some sizes. Fails if results are wrong."""
     generator = Generator(seed)
     return computes(generator, generator.fusion(), seed)
 
@@ -77,7 +77,7 @@ def test_collectives_in_kernels(seeds: range) -> None:
 
 
 def overlaps_right(seed: int) -> bool:
-    """Gathers of one dim after another, and other reshards. Each may be asynchronous, and be read by the next reshard."""
+    """Gathers of one dim after another, and other reshards. A reshard may be asynchronous, and the next reshard reads its result."""
     generator = Generator(seed, MESHES_OF_MOVES)
     random, axes = generator.random, [axis for axis, _ in generator.mesh.axes]
     sharded = [f"{name}@{axis}" for name, axis in zip("MNK", random.sample(axes, len(axes)), strict=False)]
@@ -140,7 +140,7 @@ def test_compiled_programs(seed: int) -> None:
 
 
 def moves_right(seed: int) -> bool:
-    """Reshards a tensor between shardings over several axes, with permuted dims, and in loops if possible."""
+    """Reshards a tensor between shardings over several axes, sometimes with permuted dims, and sometimes in loops."""
     generator = Generator(seed)
     generator.mesh = hw.Mesh(**generator.random.choice(MESHES_OF_MOVES))
     generator.sizes = dict.fromkeys("MNK", 2 * generator.mesh.size)
@@ -185,7 +185,7 @@ def test_random_transposes_in_loops(seeds: range) -> None:
 
 
 def contracts_right(seed: int) -> bool:
-    """Contractions over several dims that are sharded independently, in loops if possible.
+    """Contractions over several dims that are sharded independently, some of them in loops.
 
     The result of a contraction is an operand of an addition, is returned unchanged, or is stacked with its double.
     """

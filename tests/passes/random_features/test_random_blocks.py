@@ -1,4 +1,4 @@
-"""Moves some ops of random programs into a block. Results must not change. `pytest -m slow` tests many more programs."""
+"""Random programs in which a block has some of the ops, compared with NumPy. `pytest -m slow` tests many more programs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parameter(generator: Generator, value: Value) -> Value:
 
 
 def is_right(seed: int) -> bool | None:
-    """Returns True if the program of this seed runs, False if it is refused, and None if it has no ops for a block."""
+    """Returns True if the program of this seed runs, False if it is refused, and None if `outlined` returns None."""
     generator = Generator(seed)
     fusion = outlined(generator, generator.fusion())
     return fusion and computes(generator, fusion, seed)

@@ -33,7 +33,7 @@ def _of_bits(g: Generator, t: hw.Tensor) -> hw.Tensor:
 
 
 def _looked_up(g: Generator, t: hw.Tensor) -> hw.Tensor:
-    """Looks up rows of `t`. The indices are computed from `t`, or made by iota."""
+    """Takes slices along a random dim of `t`. The indices are computed from `t`, or made by iota."""
     x, axis = _small(g, t, OTHERS), g.random.randrange(t.ndim)
     row = hw.iota(t, axis, g.random.choice([hw.i32, hw.i64]))
     return hw.take(x, g.random.choice([row, row * 0, hw.astype(hw.argsort(t, axis), hw.i32)]), axis)

@@ -1,9 +1,9 @@
 """Random programs in which calls of a function repeat with different parameters, like the layers of a model.
 
 One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded. Some calls take the weight
-of another call. Each call may also take a cache, which may be donated. Some calls return additional results. Some values between calls are
+of another call. The calls may also take caches, which may be donated, and may return additional results. Some values between calls are
 returned or used again. Then another block may be called once per earlier call, usually in reverse order, as in a backward pass. Each call
-of this block takes the result of its previous call. Each also takes the input of an earlier call, or its result, or both.
+of this block reads the result of the call before it. It also reads the input of an earlier call, the result of that call, or both.
 """
 
 from __future__ import annotations
