@@ -73,7 +73,7 @@ def compile(
     - a module, with a style of torch.distributed.tensor.parallel: `"q_proj": ColwiseParallel()`, RowwiseParallel, SequenceParallel or
       PrepareModuleInput.
 
-    All other shardings are inferred. A parameter that is a DTensor is sharded already. Outputs are replicated, unless the plan names the
+    All other shardings are inferred. A DTensor parameter keeps its sharding. Outputs are replicated, unless the plan names the
     module that returns them. An axis other than tp may shard both a parameter and the first dim of an input. The parameter is then gathered
     along this axis before use.
 

@@ -184,7 +184,7 @@ class CompiledModule(Delegating):
         return Captured(launch, arrays, lambda: returned)
 
     def _group(self) -> Group | None:
-        """Group of a call. None if all ranks are in this process."""
+        """Group of a call, or None if the call runs all ranks."""
         return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -251,7 +251,7 @@ class CompiledModule(Delegating):
         return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
 
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """Returns one rank's keyword arguments of a call. Copies the rank's blocks of tensors that the program writes."""
+        """Keyword arguments of a call, in which copies of one rank's blocks replace the tensors that the program writes."""
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in _keywords(self._specs.in_spec)}))
         types, names = self._part.graph.input_types, self._graph.names
         blocks: list[Any] = [

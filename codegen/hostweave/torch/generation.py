@@ -18,7 +18,7 @@ from hostweave.torch import caches
 from hostweave.torch.compiled import CompiledModule, not_traced
 
 _CACHE_WORDS = ("cache", "past_key_values", "cache_params")
-_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # tokens are along dim 1, in position_ids the last
+_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # dim of tokens: 1, or the last dim of position_ids
 _ROUNDED = 64  # cache lengths are multiples of 64, so that prompts of similar lengths share a program
 _own = weakref.WeakKeyDictionary[Any, bool]()  # cache of `generate` -> True if the host need not wait for each token
 _patching = threading.Lock()  # ranks may be threads
@@ -86,7 +86,7 @@ def _clone(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Leaves of the values, and the structure of each value, None for a common leaf. Common leaves bypass pytree, which is slow."""
+    """Leaves and structures of the values. Tensors, bools and None bypass pytree, which is slow, and have the structure None."""
     leaves, form = list[Any](), dict[str, Any]()
     for name, value in values.items():
         is_leaf = value is None or isinstance(value, torch.Tensor | bool)
