@@ -33,7 +33,8 @@ class Index:
         return self.value
 
     def equals(self, other: int) -> bool:
-        """True if all recorded comparisons have the same result with another int. After any other recorded use, the ints must be equal."""
+        """True if all recorded comparisons have the same result with `other`. After any other recorded use, `other` must be the same
+        int."""
         if self.is_read:
             return self.value == other
         return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)

@@ -37,11 +37,11 @@ _ABSENT = object()
 
 @dataclass(eq=False)
 class Traced:
-    """A traced layer, or the derivative of one. A copy of these nodes replaces each op `layer` with this `number`."""
+    """A traced layer, or the derivative of one. A copy of its nodes replaces each op `layer` with its `number`."""
 
     path: str
     arguments: int = 0  # number of operands that are arguments; tensors of a cache follow them
-    layer: Traced | None = None  # layer of a derivative
+    layer: Traced | None = None  # for a derivative: the layer
     results: list[tuple[Any, ...]] = field(default_factory=list)  # (shape, strides, dtype) of each result
     number: int = field(default_factory=count().__next__)
 

@@ -157,7 +157,7 @@ class TrainingStep(Differentiated):
 
 
 def _with_gradients(module: nn.Module, joint: Joint, graph: Graph) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Parameters with gradients, in their order: (input of the graph, path, tensor)."""
+    """Parameters with gradients, in the order of the gradients: (input of the graph, path, tensor)."""
     names = {of: name for name, of in graph.parameters.items()}
     for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
         if node is None:

@@ -43,8 +43,7 @@ def scaled_dot_product_attention(
       2023).
     - `dropout_p` is the probability of dropping a weight; `seed` and `draw` are as in `dropout`.
     - `lengths`, i32, is the number of valid keys per batch element, for a cache that is not full. With `is_causal`, the queries are the
-    last
-      rows of the sequence: row i attends to keys up to lengths - S + i.
+      last rows of the sequence: row i attends to keys up to lengths - S + i.
 
     Attention kernels compute the result if they support the operands (see `attention`), there is no dropout, and a float mask has the
     query's dtype. Otherwise the matrix of scores is materialised. Sharded heads, `H@tp`, need no communication. For sharded keys and rows,
