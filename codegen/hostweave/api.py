@@ -213,7 +213,8 @@ class Program:
 
     @checked
     def check(self, **sizes: int) -> tuple[str, ...]:
-        """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication, and compares the results with the fusion.
+        """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication. Also compares the results with those of the
+        fusion, if there is one.
 
         Sizes that are not given are small. Vector clocks over the operations of all ranks prove the order (Fidge 1988, Mattern 1989). The
         inputs of the comparison are random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns texts about the parts that the
@@ -261,8 +262,8 @@ class Program:
 
         `arrays` are inputs in order, and `named` are other inputs by name. Arrays are contiguous local blocks on the rank's device. The
         call does not copy inputs. Returns the local output, or a tuple of outputs, as arrays of the first unbound input's library. If `out`
-        is given, writes the outputs to its arrays, and returns `out`. Arrays of `out` must not overlap each other or the inputs. `group` is
-        by default the group of this process or thread.
+        is given, writes the outputs to its arrays, and returns `out`. Arrays of `out` must not overlap each other, or inputs that are not
+        donated. `group` is by default the group of this process or thread.
 
         If ranks are processes, each rank assumes that sharded dims are split evenly, unless `Options.verify_calls` is set. If a dim is
         split unevenly, pass the global sizes of all sharded dims by name in `sizes`. `sizes` also gives the sizes that the rank's own
@@ -340,7 +341,7 @@ class Program:
 
     @checked
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
-        """Makes several calls without waiting for each one to finish. All calls have arrays of equal shapes.
+        """Makes several calls with arrays of equal shapes. Waits after each call only on CUDA, if outputs are in host memory.
 
         With `poison`, all bytes of outputs and temporaries are 0xff before each call, which is NaN in floats. An unexpected NaN in a result
         then shows a missing dependency. Returns a list with the results of each call, in the form of `run(ranks=True)`.
@@ -446,7 +447,7 @@ class Program:
 
     @property
     def _running(self) -> Running:
-        """Runner, shared with programs that `bind` returns. Created at the first use, because compiling does not need NumPy."""
+        """Runner, shared with programs that `bind` returns. Created at the first use, because compiling with check=False needs no NumPy."""
         return self._made or interruptibly(self._make)
 
     def _make(self) -> Running:
