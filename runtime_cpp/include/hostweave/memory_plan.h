@@ -41,7 +41,7 @@ class MemoryPlan {
   }
   void free(const void* first_pointer, const void* last_pointer);
 
-  // After a join, freed buffers of these streams are available to all streams.
+  // Ends the live ranges of all buffers of these streams. Other streams may then reuse the bytes.
   void join(const Streams& streams) { join(static_cast<const void*>(&streams)); }
   void join(const void* pool);
 
