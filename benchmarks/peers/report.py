@@ -47,7 +47,7 @@ def machine() -> str:
 
 
 def _of_torch() -> list[str]:
-    """Versions of PyTorch, NCCL, cuBLAS and cuDNN. NCCL is the loaded library, even if LD_PRELOAD loaded it."""
+    """Versions of PyTorch, NCCL, cuBLAS and cuDNN. The NCCL version is that of the loaded library."""
     try:
         import torch
     except ModuleNotFoundError:

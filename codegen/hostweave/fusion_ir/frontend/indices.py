@@ -36,7 +36,7 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
     target raises ExecutionError, and GPUs use the nearest valid index. `axis` may be omitted if x is a vector. If the dim is sharded, the
     result is a partial sum: each rank reads the elements of its shard, and zeros for other indices.
 
-    Raises ProgramError for other dtypes, or if a required `axis` is missing.
+    Raises ProgramError if `indices` are not ints, or if a required `axis` is missing.
 
     Example: `x: f32[M, N]` and `ids: i32[K]` give `f32[M, K]` by `hw.take(x, ids, axis=1)`.
     """
@@ -108,7 +108,7 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
 
     `indices` is a tensor of ints. See `take` for indices out of range.
 
-    Raises ProgramError if `indices` are not ints, or if `num_classes` is not a size.
+    Raises ProgramError if `indices` are not ints, or if `num_classes` is not a known size.
 
     Example: `ids: i64[M]` gives `f32[M, 10]` by `hw.one_hot(ids, 10, hw.f32)`.
     """
@@ -139,9 +139,8 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Adds elements of `source` to a copy of x, at `indices` along a dim. Shapes are those of `scatter`.
 
-    Elements with equal indices are summed in the order of the source, so results are reproducible on GPUs too. The sums are then added to
-    x. Dim `axis` of x may be sharded. If dim `axis` of `indices` is sharded, each rank sums its
-    elements, and the result is a partial sum.
+    Elements with equal indices are summed in the order of `source`, so results are reproducible on GPUs too. The sums are then added to x.
+    Dim `axis` of x may be sharded. If dim `axis` of `indices` is sharded, each rank sums its elements, and the sums of all ranks are added.
 
     Raises ProgramError for other shapes or dtypes.
 
