@@ -37,7 +37,7 @@ def of_storages(graph: Graph) -> None:
 
 def _viewed(node: Any) -> Node | None:
     """Operand whose memory a node shares. None for new memory, another dtype, or `hostweave.detach`."""
-    operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # getitem: a result of unbind()
+    operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # a getitem selects a result of unbind()
     shared = [one for one in operands if _memory(one) == _memory(node)]
     return shared[0] if shared and node.target != ops.detach.default else None
 
@@ -77,8 +77,8 @@ def _with_strides(x: Any, like: Any) -> Any:
 
 
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Reads elements of the memory of x, as a permuted view if each element occurs once. Returns NotImplemented if the memory has gaps, or
-    if an element is outside of x."""
+    """Reads elements of the memory of x, as a permuted view if each element of x occurs once. Returns NotImplemented if the memory of x has
+    gaps, or if a read element is outside of x."""
     held = _by_stride(x.shape, x.stride())
     if held is None:
         return NotImplemented

@@ -147,7 +147,7 @@ class Updates:
         return alike.values()
 
     def _names_in(self, layer: Sequence[Updated], is_scaled: bool) -> dict[str, str]:
-        """Maps operands of a layer's update to inputs of the program."""
+        """Maps operands of a layer's update to the names of tensors in `compute`."""
         given = {f"{one.own}{end}": f"{one.name}{end}" for one in layer for end in (*one.entries.values(), f"_{GRADIENT}")}
         given |= {_ODD: _ODD} if is_scaled else {}
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}

@@ -27,7 +27,7 @@ class Transport:
     graphs_on_all_ranks: bool = False  # either all ranks run a call as a CUDA graph, or none does
     has_communicator: bool = True  # can use a communicator of the application
     since: tuple[int, ...] = ()  # first version of the library that has the transport, or ()
-    # Reductions of the library. For others, a rank gathers the terms, and a kernel reduces them.
+    # Reductions of the library. For other reductions, a rank gathers the terms, and a kernel reduces them.
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})
 
     def why_not(self, machine: Machine) -> str:
@@ -40,7 +40,7 @@ class Transport:
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
-        """True if a chunk loop can move shards with these two properties. Registered memory has the same layout on all ranks."""
+        """True if a chunk loop can move these shards. Registered memory needs the same layout on all ranks."""
         return not self.registers_arena or (are_even and are_on_all_ranks)
 
 
