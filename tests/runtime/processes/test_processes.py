@@ -131,8 +131,8 @@ STARTED = [
 @pytest.mark.parametrize(("place", "provider"), STARTED)
 @pytest.mark.usefixtures("all_built", "nothing_left_over")
 def test_no_launcher(place: Place, provider: str) -> None:
-    """The test sets the variables, or passes a torch.distributed store without a process group. The interpreters have different hash
-    seeds."""
+    """The test sets the environment variables of a launcher, or passes a torch.distributed store without a process group. The interpreters
+    have different hash seeds."""
     port = free_port()
     environments = [as_rank(rank, place.ranks, port) for rank in range(place.ranks)]
     with Ranks(environments, place.programs, provider, place.target, start=subprocess.Popen) as ranks:
