@@ -68,8 +68,8 @@ def parallel(
 ) -> AbstractContextManager[None]:
     """Runs all ready operations of the CPU target in parallel. This is the default.
 
-    `check_dependencies` and `buffered_sends` are as in `seeded`. If no rank makes progress for `timeout_seconds`, `run` and similar calls
-    raise an error with a report. On the CUDA target, `timeout_seconds` limits the time per call instead.
+    `check_dependencies` and `buffered_sends` are as in `seeded`, but off by default. If no rank makes progress for `timeout_seconds`, `run`
+    and similar calls raise an error with a report. On the CUDA target, `timeout_seconds` limits the time per call instead.
     """
     return _use_schedule(
         CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)

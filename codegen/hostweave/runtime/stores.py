@@ -82,7 +82,7 @@ Address = tuple[str, int]
 
 
 class TcpServer:
-    """Server that stores the values, in a thread."""
+    """Server that stores the values. The server runs in a thread."""
 
     def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
         """Listens at the first free address. Raises ExecutionError if it can listen at none."""

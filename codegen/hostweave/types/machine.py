@@ -68,7 +68,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one kind of GPU and of its links. `hostweave calibrate` measures them, and writes them as JSON.
+    """Speeds of one kind of GPU and of its links. `hostweave calibrate` measures most of them, and writes all of them as JSON.
 
     A matmul runs in waves, in which each multiprocessor computes one tile. A wave takes `wave` seconds, plus the time of its floating-point
     operations at `flops`. `refused` has transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
