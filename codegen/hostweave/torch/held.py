@@ -78,7 +78,7 @@ def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
 
 
 def block_of(tensor: Any, rank: int | None, type: TensorType, mesh: Mesh) -> Any:
-    """Block of a rank of the group. If `rank` is None, all ranks are in this process, and the result is the whole tensor."""
+    """Block of a tensor that a rank holds, or the whole tensor if `rank` is None."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return tensor.full_tensor() if rank is None else tensor.to_local()

@@ -32,7 +32,7 @@ from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sou
 from hostweave.types.tensor import TensorType
 
 Env = MutableMapping[Node, Any]
-# Assertions, and ops that return their operand. Programs omit both.
+# Assertions, and ops that return the values of their operand. Programs omit both.
 _WORDS = """
 alias.default detach.default clone.default lift_fresh_copy.default _assert_tensor_metadata.default _assert_async.default _assert_async.msg
 """
@@ -83,7 +83,7 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """`results_saved` on one rank, because the program returns each of these values once. Empty on several ranks, because the result
+        """`results_saved` on one rank: the program returns each of these values only once. Empty on several ranks, because the result
         and the saved value may be sharded differently."""
         return self.results_saved if self.outer.mesh.size == 1 else {}
 
@@ -291,7 +291,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _read_logits(made: GraphModule) -> None:
-    """Makes nll_loss_backward read the logits, so that log-probabilities are not saved. The op needs only their shape."""
+    """Makes nll_loss_backward read the logits, so that log-probabilities are not saved. The op needs only the shape of this operand."""
     for node in made.graph.nodes:
         source: Any = node.args[1] if op_of(node) == "nll_loss_backward.default" else None
         views: list[Any] = []
@@ -437,7 +437,7 @@ def _cut_before_padding(graph: Any) -> None:
 
 
 def _simplify(made: GraphModule) -> None:
-    """Removes nodes that compute nothing. Copies the source line of each forward node to its backward nodes."""
+    """Removes nodes that compute nothing. Gives backward nodes without a source line that of their forward node."""
     lines: dict[int, str] = {}
     for node in list(made.graph.nodes):
         is_same_view = op_of(node) == "view.default" and node.meta["val"].shape == node.args[0].meta["val"].shape

@@ -58,7 +58,7 @@ def repeated_layers(graph: Graph) -> list[Layer]:
     layers, firsts = [], dict[object, Layer]()
     for path, nodes in grouped.items():
         if position[nodes[-1]] - position[nodes[0]] != len(nodes) - 1:
-            continue  # nodes of other modules are between
+            continue  # other nodes are between these nodes
         layer = _layer(graph, path, nodes)
         layer.like = firsts.setdefault(_signature(graph, layer), layer)
         layers.append(layer)

@@ -19,8 +19,8 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
-    """Rule of an op. Returns NotImplemented for complex matrices, if `check_errors` is set, or if a matrix does not have 1 to `rows` rows
-    and columns."""
+    """Makes a function the rule of an op. The rule returns NotImplemented for complex matrices, if `check_errors` is set, or if a matrix
+    does not have 1 to `rows` rows and columns."""
 
     def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor)]
