@@ -117,8 +117,8 @@ class Compiled:
         return Report(predicted, measured, graph_of(fusions[-1]) if fusions else None, changes)
 
     def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
-        """Returns this program, or the one in sequence if chunk loops do not divide the sizes, and the values of all sizes. A size that
-        neither the caller nor the options give gets a typical value."""
+        """Returns this program, or `in_sequence` if the chunks of a loop do not divide a size, and the values of all sizes. A size that
+        neither the caller nor the options give gets the value of `default_sizes`."""
         self.expect_sizes(what, sizes)
         known = default_sizes(self.host, {**self.options.sizes, **sizes})
         return (self if are_divided(self.host, known) else self.in_sequence), known

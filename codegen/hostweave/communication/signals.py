@@ -39,7 +39,7 @@ class Signals:
         self.b.emit(ir.WaitSignal(number, peer, buffer, state, self.channel))
 
     def signal(self, buffer: str, state: str) -> None:
-        """`ir.SIGNAL_STATES` lists the states."""
+        """Emits a signal to each peer. `ir.SIGNAL_STATES` lists the states."""
         self.each_peer(lambda peer: self.signal_to(peer, buffer, state))
 
     def wait(self, buffer: str, state: str) -> None:

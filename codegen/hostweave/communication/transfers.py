@@ -31,11 +31,11 @@ MakesBuffer = Callable[[], str]  # returns the buffer to send or to receive into
 
 
 class Transfers:
-    """Emits moves and reductions between meshes. The waits of senders for their readers come later."""
+    """Emits moves and reductions between meshes. Senders wait for their readers later, see `wait_for_readers`."""
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.pending_waits: list[Callable[[], None]] = []  # functions that emit these waits
+        self.pending_waits: list[Callable[[], None]] = []  # functions that emit waits of senders for their readers
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
