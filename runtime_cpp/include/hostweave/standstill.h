@@ -1,4 +1,4 @@
-// State of a rank's streams in an unfinished call.
+// Position of a rank: its first unfinished call, and the state of each stream.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -9,7 +9,7 @@
 
 namespace hw {
 
-// An event, as an argument of the functions below.
+// Wrapper of an event, which selects the overloads below.
 class EventOfCall {
  public:
   explicit EventOfCall(cudaEvent_t event) : event_(event) {}
