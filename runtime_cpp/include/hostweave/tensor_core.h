@@ -1,4 +1,4 @@
-// Tensor core instructions of GPUs since Ampere, and instructions that copy operands to shared memory and from there to registers.
+// Tensor core instructions of GPUs since Ampere, and instructions that copy operands to shared memory, and to registers.
 #pragma once
 #include "hostweave/types.h"
 

@@ -164,7 +164,7 @@ def random_view(draw: random.Random, y: Any) -> Any:
 
 
 def random_function(seed: int) -> Callable[..., Any]:
-    """Returns a function that computes values and views, writes to some of them, and returns several."""
+    """Returns a function that computes values and views, writes to some of them, and returns some of them."""
 
     def function(module: Any, y: Any, x: Any) -> Any:
         draw = random.Random(seed)

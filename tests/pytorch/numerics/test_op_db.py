@@ -80,7 +80,7 @@ def expect_as_torch(batch: list[Entry], ranks: int, rtol: float = 1e-4) -> None:
 
 
 def _is_nearer(mine: list[torch.Tensor], theirs: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
-    """True if 16-bit results are at least as close to the float32 results as torch's 16-bit results. In some ops, torch rounds more
+    """True if the largest error of 16-bit results, relative to float32 results, is at most that of torch. In some ops, torch rounds more
     often."""
     errors = [
         [max((one.double() - right.double()).abs().flatten().tolist(), default=0.0) for one, right in zip(of, exact, strict=True)]

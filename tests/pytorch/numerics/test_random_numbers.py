@@ -38,8 +38,8 @@ def compiled(draw: Callable[..., Any], ranks: int = 2, x: Any = X) -> Any:
     return hostweave.torch.compile(Drawing(draw).train(), hw.Mesh(tp=ranks), plan, (x,))
 
 
-# A function of x, and the mean, the standard deviation, and the bounds of its results. Values beyond the bounds of unbounded distributions
-# are very improbable.
+# A function of x, and the mean, the standard deviation, and the bounds of its results. If a distribution is unbounded, values beyond
+# these bounds are very improbable.
 DRAWN: dict[str, tuple[Callable[..., Any], float, float, float, float]] = {
     "rand": (lambda x: torch.rand(64, 96) + 0 * x, 0.5, 12**-0.5, 0, 1),
     "rand_like": (lambda x: torch.rand_like(x, dtype=torch.float64), 0.5, 12**-0.5, 0, 1),
