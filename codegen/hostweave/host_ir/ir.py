@@ -41,7 +41,7 @@ MAX_CHARACTERS = 48  # most characters of all result names, if the name of a ker
 class Parameter:
     """An input or output. `type` is the global type.
 
-    `memory` is the donated input that the output overwrites, or "". If `in_window`, peers can access the parameter.
+    `memory` is the donated input whose memory the output reuses, or "". If `in_window`, peers can access the parameter.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Kernel:
 
         The name omits iota, reshape, and the op of a returned value whose name begins with the op, such as `multiply_y`. If the names of
         the results are long, the name has only the last of them. A kernel that updates its operand in place is named after the op and
-        the operand.
+        the operand. A name without ops ends in `_kernel`.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"

@@ -42,8 +42,8 @@ class Checker:
     freed: set[str] = field(default_factory=set)
     windows: set[str] = field(default_factory=set)  # allocations and parameters in windows
     current: tree.Instruction | None = None
-    around: tree.Body = ()  # body of the current instruction
-    number: int = 0  # index of the current instruction in its body
+    around: tree.Body = ()  # body that contains the current instruction
+    number: int = 0  # index of the current instruction in `around`
     mesh: Mesh = field(init=False)  # mesh of the enclosing `on` body, or of the program
 
     def __post_init__(self) -> None:
@@ -280,7 +280,7 @@ class Checker:
         return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})
 
     def unknown(self, size: Size) -> str | None:
-        """First symbol of a size that is in no input or output, or None. Also checks the meshes and axes of local sizes."""
+        """First symbol of `size` that no input or output has, or None. If None, also checks the meshes and axes of local sizes."""
         missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
         for part in size.atoms:
             if isinstance(part, LocalSize) and not missing:
