@@ -1,5 +1,5 @@
-"""The page "Gallery": programs of examples/ with source, predicted timeline and C++. The page is generated when the documentation is
-built."""
+"""The page "Gallery": programs of examples/ with source, predicted timeline and short C++. The page is generated when the documentation
+is built."""
 
 import ast
 import base64
@@ -12,7 +12,7 @@ from hostweave.cli.demo import enqueued
 from hostweave.cli.programs import load_program
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 60  # most lines of C++ on the page
+MOST_LINES = 60  # longer C++ is omitted
 
 
 @dataclass(frozen=True)

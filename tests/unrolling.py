@@ -1,4 +1,4 @@
-"""Unrolls repeats into single calls, and inlines calls. The result is large. It is only for tests that read a program op by op."""
+"""Unrolls repeats into single calls, and inlines calls. The results are large, and only for tests that read programs op by op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reprs of types, meshes and programs in an interactive session. They are short, and use the syntax of the IR."""
+"""Short reprs of types, meshes and programs in an interactive session."""
 
 from __future__ import annotations
 

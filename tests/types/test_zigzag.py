@@ -141,7 +141,7 @@ def test_other_meshes_and_streams() -> None:
 
 
 def test_a_second_half_in_reverse() -> None:
-    """`reverse_second` of any dims, including innermost and adjacent dims. The result is stored, used by other ops, or reduced."""
+    """`reverse_second` of several dims, including innermost and adjacent dims. The result is stored, used by other ops, or reduced."""
     text = """\
 fusion @reversed(%a: bf16[2, 3, N, 8], %b: f32[N, 5, 2], %c: f32[N, 2, 4], %d: f8e4m3[2, N], %e: bool[4, N, 2, 8]) mesh(x=1) {
   %a_pieces: bf16[2, 3, N, 8] = reverse_second(%a, axis=1, halves=0)
