@@ -256,7 +256,7 @@ def test_the_limits_are_those_of_the_runtime() -> None:
 @needs_cuda
 @pytest.mark.parametrize(("arch", "ranks", "width"), [("sm_80", 2, 64), ("sm_90", 8, 31)])
 def test_kernels_compile_for_gpus(arch: str, ranks: int, width: int, tmp_path: Path) -> None:
-    """Compiles kernels for rows whose elements fill packets, and for rows whose elements do not fill packets."""
+    """Compiles kernels for rows of whole packets (8 bytes of data each), and for other rows."""
     found = find_target("cuda").toolchain().kernel_compiler
     assert isinstance(found, Nvrtc)
     made = hw.compile(reduced(ranks=ranks, rows="T", width=width), "cuda", options=Options(machine=H200))
