@@ -1,5 +1,4 @@
-"""The pass join_blocks_of_keys: each rank attends to its local keys, and the results are combined by their log-sum-exps. Keys are not
-gathered."""
+"""The pass join_blocks_of_keys: if queries are replicated, each rank attends to its local keys, and log-sum-exps combine the results."""
 
 from __future__ import annotations
 

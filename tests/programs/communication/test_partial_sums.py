@@ -78,7 +78,10 @@ def test_variance_of_values_far_from_zero() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("stated", [False, True], ids=["names", "ints"])
 def test_variance_of_samples(stated: bool, ranks: int) -> None:
-    """Variances and standard deviations with several corrections, over sharded and unsharded dims. A correction that equals the number of elements gives NaN."""
+    """Variances and standard deviations with several corrections, over sharded and unsharded dims.
+
+    A correction that equals the number of elements gives NaN.
+    """
     rows, columns = (5, 3) if stated else ("M", "K")
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[f"{rows}@x", columns], y=hw.bf16[rows, columns])
