@@ -101,9 +101,9 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications of a body past just enough work to hide them.
 
-    First moves matmuls down to points where a rank would wait, unless a large op needs them. A choice records whether a gather or
-    reduce-scatter of stated sizes uses copy engines. If a body has such a choice, communications that overlap with nothing may use
-    copy engines too.
+    First moves matmuls down to points where a rank would wait, unless a large op needs them. A choice records how a gather or
+    reduce-scatter of stated sizes is executed, for example by copy engines. If an overlapped communication of the body has a choice,
+    communications that overlap with nothing have choices too.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:

@@ -10,8 +10,8 @@ becomes
 
 with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 
-Folds a factor, an added tensor with the layout of the result, a bias per column, and relu. Folds the tanh gelu if the result has at most 16
-bits. The epilogue reads unrounded sums. The matmul moves to the position of the launch.
+Folds a factor, an added tensor with the layout of the result, a bias per column, and relu. Folds the tanh gelu if elements of the result
+have at most 16 bits. The epilogue reads unrounded sums. The matmul moves to the position of the launch.
 
 Folds all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Other folds save no pass over memory. In a
 sum of matmuls, each matmul accumulates onto the result of the previous matmul.
