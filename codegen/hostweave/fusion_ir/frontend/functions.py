@@ -1,7 +1,7 @@
 """Public functions on tensors: matmuls, casts, constants, changes of shape, resharding and others. Most names are those of the Python array
 API standard or of torch.
 
-Simple pointwise ops and reductions are generated from the op table. Other modules of this package define the remaining functions.
+Simple pointwise ops and reductions are generated from the op table.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also written `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. A matmul of ints is much slower than one of floats, because cuBLASLt supports only floats.
+    wrap around. A matmul of ints is much slower than one of floats, because it does not use cuBLASLt.
 
     If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce, or a reduce-scatter if a `reshard` shards the
     result.
@@ -119,7 +119,7 @@ def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | N
 @checked
 def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Selects elements of `a` where the bool `condition` is true, and elements of `b` elsewhere. Dims broadcast; a and b have the same
-    dtype.
+    dtype. At most one of them is a number.
 
     Example: `hw.where(x > 0, x, 0.01 * x)`.
     """
@@ -307,8 +307,8 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
 @checked
 def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
-    """Permutes the dims: dim i of the result is dim `axes[i]` of x. Without `axes`, the order of the dims is reversed, as in `x.T`. The
-    result is a view.
+    """Permutes the dims: dim i of the result is dim `axes[i]` of x. Without `axes`, the order of the dims is reversed. The result is a
+    view.
 
     Raises ProgramError if `axes` is not a permutation of the dims.
 
