@@ -176,7 +176,8 @@ def test_a_program_with_groups(ranks: int) -> None:
 
 
 def test_an_unpack_moves_behind_the_next_communication() -> None:
-    """A copy that unpacks received data moves after the next communication, unless it reads or overwrites the copied data."""
+    """A copy that unpacks received data moves after the next communication, unless this communication reads or overwrites the copied
+    data."""
     laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
     assert (
         grouped(host(f"{laid}all_reduce sum %b -> %q on x\nlaunch @negative_n %c -> %r"))
