@@ -23,8 +23,8 @@ class BlockWriter(OpRewriter):
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
-        """Emits the merged result or, for an attention_lse, the merged log-sum-exps. `blocks` has the results of the blocks, and `lse`
-        the log-sum-exps. `lses` is `lse`, replicated along dim 0. Dim 0 of all three tensors is the block."""
+        """Emits the merged result or, for an attention_lse, the merged log-sum-exps. `blocks` has the result of each block, and `lse` the
+        log-sum-exp of each block. `lses` is `lse`, replicated along dim 0. Dim 0 of all three tensors is the block."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE, word="shift")

@@ -35,8 +35,8 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
       input's dtype and dims, in any order, and gets the input's sharding. Exactly one such result must be computed from the input, unless
       `donate={"m": 1}` chooses result 1 for the input m.
 
-    The function is traced once with symbolic tensors, so Python loops are unrolled. The function must return a tensor or a tuple of
-    tensors.
+    The function is traced once with symbolic tensors, so Python loops are unrolled. The function must return a tensor, or a tuple or
+    list of tensors.
 
     Raises ProgramError if the function cannot be traced. The message names the line.
 
