@@ -31,7 +31,7 @@ CHUNKS = 48
 SIZES = {"M": 96 * CHUNKS, "N": 256, "K": 256}
 LIMIT = 1.10
 WEIGHTS = 289  # weights of Llama 8B without the embedding and lm_head
-STEP = {"B": 1, "L": 4096}  # sizes
+STEP = {"B": 1, "L": 4096}  # sizes for the decode step
 SERVED_CALLS, SERVED_SIZES = 10_000, 2_000
 
 

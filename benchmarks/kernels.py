@@ -313,9 +313,8 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, list[float]]:
     """Microseconds per call on the GPU, from alternating measurements.
 
-    Calls cycle through sets of buffers that together exceed the cache of the GPU. A large case has one set. The GPU spins while the calls
-    of a measurement are enqueued. Host time is not included if the GPU spins until all calls are enqueued. The first two measurements are
-    discarded.
+    Each call uses the next set of buffers. The GPU spins while the calls of a measurement are enqueued. Host time is not included if the
+    GPU spins until all calls are enqueued. The first two measurements are discarded.
     """
     import torch
 
