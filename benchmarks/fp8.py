@@ -1,9 +1,9 @@
-"""Products, an MLP and decoding in 8-bit floats. Each measurement has a peer: torch, or Hostweave in bf16.
+"""Products, an MLP and decoding in 8-bit floats, compared with torch, with Hostweave in bf16, or with both.
 
 - products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of Llama 3: 70B at TP 8, per rank, and 8B
   on one GPU. Both matmuls are CUDA graphs.
-- layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. The peers are
-  Hostweave in bf16, and torch.compile without and with asynchronous tensor parallelism.
+- layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. Compared with
+  Hostweave in bf16, and with torch.compile without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank, as medians over
@@ -155,7 +155,7 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
         x = torch.randn(rows // ranks, HIDDEN, device="cuda", dtype=torch.bfloat16)
         wide = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))]
         narrow, scales = zip(*map(_quantized, wide), strict=True)
-        torch.distributed.all_reduce(scales[2], torch.distributed.ReduceOp.MAX)  # The scale is replicated on all ranks.
+        torch.distributed.all_reduce(scales[2], torch.distributed.ReduceOp.MAX)  # All ranks need the same scale of wd.
         narrow = (*narrow[:2], (wide[2].float() / scales[2]).to(torch.float8_e4m3fn))
         programs = {dtype: hw.compile(layer(ranks, rows, dtype), target="cuda") for dtype in (OURS, BF16)}
         given = {OURS: (x, *narrow, *scales), BF16: (x, *wide)}
