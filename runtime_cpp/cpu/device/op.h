@@ -97,7 +97,7 @@ struct Stream;
 struct SignalCount {
   int sender = 0;  // device number
   int number = 0;
-  std::uint64_t given = 0, awaited = 0;           // numbers of enqueued signals and of awaited signals
+  std::uint64_t given = 0, awaited = 0;           // number of enqueued signals, and number for which enqueued waits wait
   std::uint64_t value = 0;                        // number of arrived signals
   std::map<std::uint64_t, ClockSnapshot> clocks;  // sender's clock at each count
   std::vector<Stream*> waiters;
