@@ -72,7 +72,7 @@ class RankRun:
     records: dict[tuple[str, int], Operation] = field(default_factory=dict)
     generations: dict[str, int] = field(init=False)  # memory -> its latest generation
     freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last deallocate on each stream
-    # Like `freed`, for allocations in a block of a stream, until the streams of its pool join.
+    # Like `freed`, for buffers that `stream` blocks allocate, until the streams of the pool join.
     freed_until_join: dict[StreamInPool, Operation] = field(default_factory=dict)
     stream: StreamInPool | None = None
     steps: tuple[tuple[str, int], ...] = ()

@@ -340,8 +340,8 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Two sets of answers, over all iterations except the first. Is `last` of the previous iteration ordered before `first`? Is the launch
-    of the previous iteration ordered before `first`?"""
+    """Two sets of answers, over all ranks and all iterations except the first. Is `last` of the previous iteration ordered before `first`?
+    Is the launch of the previous iteration ordered before `first`?"""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
@@ -379,7 +379,7 @@ TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i 
 
 
 def test_a_channel_keeps_its_order() -> None:
-    """If an iteration has two collectives on one channel, neither is moved across the other."""
+    """An iteration has two collectives on one channel. Neither may be moved across the other."""
     text = str(in_turn(steps(TWICE)))
     assert "for %i in 0..2" in text
 

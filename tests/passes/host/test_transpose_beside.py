@@ -42,7 +42,7 @@ def program(body: str) -> HostProgram:
 
 
 def test_the_copy_is_made_with_its_operand() -> None:
-    """The launch that computes the value also writes its transpose. The kernel has the cast twice, so that each of the two stores converts
+    """The launch that computes %q also writes its transpose. The kernel has the cast twice, so that each of the two stores converts
     pairs of elements."""
     made = transpose_beside(program("launch @halve %x -> %q copy %q -> %y %t = permute %q by [1, 0] copy %t -> %z"), Options())
     text = str(made)

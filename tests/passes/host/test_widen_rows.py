@@ -13,7 +13,7 @@ def host_ir(function: Any, options: hw.Options | None = None, **specs: Any) -> s
 
 
 def test_a_vocabulary_of_gpt2() -> None:
-    """The rows of the logits are aligned. The loss reads these rows, and one kernel copies them to the result."""
+    """The logits are computed in a buffer with aligned rows. One kernel reads these rows, and copies them to the result."""
 
     def loss(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         logits = x @ hw.transpose(w, -2, -1)

@@ -136,7 +136,7 @@ def _reduce_whole(x: NDArray[np.float64]) -> None:
 
 
 def hashed(word: str, *parts: Elements) -> Elements:
-    """A random function of the elements, which `word` selects. Equal elements give equal results."""
+    """A random function of the elements; `word` selects the function. Equal elements give equal results."""
     h: Any = _seed(word)
     for part in parts:
         h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))

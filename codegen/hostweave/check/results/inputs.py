@@ -1,4 +1,4 @@
-"""Random inputs of a fusion: random elements of the field for floats, and random integers. Positions and lengths are drawn from
+"""Random inputs of a fusion: random elements of the field for floats, random integers and bools. Positions and lengths are drawn from
 all valid values."""
 
 from collections.abc import Iterator, Mapping

@@ -370,7 +370,7 @@ def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference)
 
 
 def count_elements(fusion: Fusion, sizes: Sizes) -> float:
-    """Number of elements of the inputs and of all results. A hundred multiplications of a matmul count as one element."""
+    """Number of elements of the inputs and of the results of all ops. A hundred multiplications of a matmul count as one element."""
     return _count_elements(fusion, tuple(sizes.items()))
 
 
