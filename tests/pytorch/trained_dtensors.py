@@ -58,7 +58,7 @@ def run_cases(cases: Mapping[str, Callable[[hw.Group, torch.device], None]]) -> 
 
 
 def train_in_regions(want: nn.Module, mesh: Any, x: torch.Tensor) -> None:
-    """Tests the backend of torch.compile on a module with a graph break, and with ops on local parts of DTensors. These ops run eagerly."""
+    """Tests the backend of torch.compile on a module with a graph break. Ops on local parts of DTensors run eagerly."""
     alone, module = copy.deepcopy(want), Broken().to(x.device)
     module.load_state_dict(want.state_dict())
     parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})

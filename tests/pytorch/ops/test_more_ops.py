@@ -112,7 +112,7 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
 
 
 class Each(nn.Module):
-    """Several modules with separate inputs and results. One program of all modules compiles in a tenth of the time of separate programs."""
+    """Several modules with separate inputs and results. One program of all modules compiles faster than separate programs."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         super().__init__()
@@ -262,7 +262,7 @@ def test_sums_keep_narrow_integers(dtype: torch.dtype) -> None:
         assert torch.equal(mine, theirs)
 
 
-# --- ops that are refused, because the result would differ ------------------------------------------------------------
+# --- refused ops, and other modules ----------------------------------------------------------------------------------
 
 
 def hooked(y: torch.Tensor) -> torch.Tensor:
@@ -282,7 +282,7 @@ def hooked(y: torch.Tensor) -> torch.Tensor:
     ],
     ids=["hook", "detached", "random", "mask", "split", "scan"],
 )
-def test_ops_whose_gradients_would_differ(function: Callable[[Any], Any], message: str) -> None:
+def test_ops_that_are_refused(function: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         hostweave.torch.compile(Then(function), hw.Mesh(tp=1), {}, (torch.ones(ROWS, DIM),), training=True)
 

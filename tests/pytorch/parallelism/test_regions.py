@@ -126,7 +126,7 @@ BREAKS = {
 @pytest.mark.extra
 @pytest.mark.parametrize("kind", ["a missing op", "a branch", pytest.param("a side effect", marks=pytest.mark.slow)])
 def test_a_break(kind: str) -> None:
-    """The regions before and after a graph break are programs of two ranks. `explain` lists unsupported ops and graph breaks."""
+    """The regions before and after `between` are programs of two ranks. `explain` lists unsupported ops and graph breaks."""
     between, told = BREAKS[kind]
     module = Model(between).eval()
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (X,), fullgraph=False)

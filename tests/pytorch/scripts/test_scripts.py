@@ -1,7 +1,7 @@
 """Whole scripts: examples, scripts of documentation pages, and the `*_process.py` files. One process runs all ranks, or each rank has a
 process.
 
-On the CPU, most processes are forks of a server that has imported torch, because an import takes 4 seconds.
+On the CPU, most processes are forks of a server that has imported torch, because an import takes seconds.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 @pytest.mark.parametrize("name", ["DTensor", pytest.param("shard_map", marks=pytest.mark.extra("jax"))])
 def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
-    """Runs the page's code for another system in a separate process, because both systems have global state."""
+    """Runs the page's code for another system in a separate process, because the system has global state."""
     text = (DOCS / "coming-from.md").read_text()
     found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)
     arrays = re.search(r"(import numpy.*?)@hw", text, re.DOTALL)
