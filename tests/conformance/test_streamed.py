@@ -1,4 +1,4 @@
-"""Gathers and reduce-scatters in chunk loops with every algorithm. Each program contains all algorithms of one transport."""
+"""Gathers and reduce-scatters in chunk loops with every algorithm. A program contains all algorithms that are tested with one transport."""
 
 from __future__ import annotations
 

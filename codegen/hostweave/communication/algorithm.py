@@ -93,7 +93,7 @@ class Lowering:
         return None
 
     def owner(self, steps: LoopSteps) -> Expr:
-        """Owner of the block that this rank processes in an iteration of a loop by shard. Each rank processes a block of another owner."""
+        """Owner of the block that this rank processes in an iteration of a loop by shard. The blocks of all ranks have different owners."""
         name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 

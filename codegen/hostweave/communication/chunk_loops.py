@@ -1,4 +1,4 @@
-"""Splits a chunk loop into parts whose chunks are equal.
+"""Splits a chunk loop into parts, each with chunks of one size.
 
     loop 3 chunks across_shards { ... }
 

@@ -137,7 +137,7 @@ class _Recording:
         return made
 
     def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
-        """Shards a gradient like its parameter if this is a DTensor, otherwise replicates it."""
+        """Shards the gradient of a DTensor like this parameter. Replicates all other gradients."""
         stage = self.stages[number]
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
