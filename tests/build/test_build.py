@@ -45,7 +45,7 @@ X = np.arange(8, dtype=np.float32).reshape(4, 2)
 
 @pytest.fixture
 def cache_with_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that contains only the CUDA runtime library. Compiling this library takes 20 core-seconds."""
+    """A cache that contains only Hostweave's runtime library for CUDA. Compiling this library takes 20 core-seconds."""
     target, folder = find_target("cuda"), tmp_path / "cache"
     (library,) = target.runtime_libraries(target.toolchain(), frozenset())
     library.make()

@@ -223,7 +223,7 @@ def test_a_damaged_entry_is_made_again(name: str, harm: str, tmp_path: Path) -> 
 
 
 def others(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Changes the owner of a file or folder to another user, or simulates this. Returns the id of the user."""
+    """Changes the owner of a file or folder to another user. Simulates this if the process is not root. Returns the id of the owner."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1, follow_symlinks=False)
         return 12345
