@@ -58,7 +58,7 @@ class Products:
     @staticmethod
     def result(name: str, uses: DefUse) -> str:
         """Part of a plan's name that stands for a result: the result's name if the result is in a view at a constant index, otherwise the
-        name of its buffer."""
+        name of the whole buffer."""
         at = name
         while (place := uses.views.get(at)) and not (place.instruction.span and isinstance(place.instruction.span[1], Const)):
             *_, at = tree.names(place.instruction, "alias")
