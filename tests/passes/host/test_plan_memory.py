@@ -230,7 +230,7 @@ matmul %c, %w -> %z
 join comm
 """,
     ),
-    "without an event a buffer is freed only after the join": (
+    "without an event, a buffer is not freed before the join": (
         "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M], %z: f32[M, M]) mesh(x=2) streams(comm[1])",
         """
 %a = allocate f32[M, M]
