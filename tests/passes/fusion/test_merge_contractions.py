@@ -1,5 +1,5 @@
-"""The pass merge_contractions. If reshapes merge the same dims of both operands to the inner dim of a matmul, the matmul becomes a
-contraction over these dims."""
+"""The pass merge_contractions. If reshapes merge equal dims of both operands, in one order, into the inner dim of a matmul, the matmul
+becomes a contraction over these dims."""
 
 from __future__ import annotations
 

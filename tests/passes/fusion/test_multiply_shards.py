@@ -134,8 +134,8 @@ def test_only_weights_with_one_use_are_multiplied_by_shards() -> None:
 
 
 def multiplies_right(seed: int) -> bool:
-    """True if a gather is hidden, and layers with random epilogues give right results. Weights are sharded by columns, plain or
-    transposed."""
+    """True if a matmul can process shards one after another, and layers with random epilogues give right results. The shards are blocks of
+    columns, or are transposed."""
     generator = Generator(seed)
     random, mesh = generator.random, hw.Mesh(x=generator.random.choice([2, 3, 4]))
     generator.mesh, generator.sizes = mesh, {"M": random.choice([1, 2]) * mesh.size, "N": 6 * mesh.size}
@@ -160,4 +160,4 @@ def multiplies_right(seed: int) -> bool:
 
 
 def test_random_layers() -> None:
-    assert sum(map(multiplies_right, range(40))) > 30  # Programs in which no gather is hidden give False.
+    assert sum(map(multiplies_right, range(40))) > 30  # The other programs have no such matmul.

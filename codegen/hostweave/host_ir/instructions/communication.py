@@ -30,7 +30,7 @@ class Collective(Communication):
     equal sizes, except in a CollectivePermute."""
 
     posts = "collective"
-    sends_blocks: ClassVar[bool] = False  # True if each receiver gets a different block of every sender's buffer
+    sends_blocks: ClassVar[bool] = False  # True if receivers get different blocks of a sender's buffer
     sent_along: int | None = None  # dim of src that is split into blocks
     received_along: int | None = None  # dim of dst that is split into blocks
 
