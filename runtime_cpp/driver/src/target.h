@@ -44,7 +44,7 @@ bool is_set_up(int device);
 // Device of rank `index`, which has index `local` on its host.
 int device_for(int64_t index, int64_t local);
 // Collective in the process group: creates its communicator. The device must be current. Throws ExecutionError if some ranks do
-// not join in time, or if `aborted` becomes true.
+// not join in time or, on CUDA, if `aborted` becomes true.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted);
 // Aborts communicators. Their device must be current. Ends the waits of streams for peers, also for peers that have exited.

@@ -68,7 +68,7 @@ bool is_set_up(int) { return true; }
 
 int device_for(int64_t index, int64_t) { return static_cast<int>(index); }
 
-// Ignores the timeout. The device has a separate timeout: Schedule::timeout_seconds without progress.
+// Ignores the timeout and `aborted`. The device has its own timeout: Schedule::timeout_seconds without progress.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int, double, const std::atomic<bool>&) {
   ncclComm_t comm = nullptr;
   HW_CHECK(ncclCommInitRank(&comm, static_cast<int>(process_group.size), id, static_cast<int>(process_group.rank_in_group)));

@@ -34,7 +34,7 @@ struct AttentionKernel {
   HeadsAt<void> o;
   float* lse;                // [batch, heads, rows], or null
   const int32_t* lengths;    // [batch], or null
-  const int32_t* offsets;    // [batch, sequences + 1], or null: starts of packed sequences
+  const int32_t* offsets;    // [batch, sequences + 1], or null: starts of packed sequences, and the end of the last
   HeadsAt<const void> bias;  // [batch, heads, rows, columns], or null; strides are 0 along broadcast dims
   int64_t batch, heads, groups, rows, columns, size, value_size, sequences;
   float scale;

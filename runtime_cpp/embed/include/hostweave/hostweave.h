@@ -47,7 +47,7 @@ typedef struct hw_shape {
   int64_t dims[HW_MAX_DIMS];
 } hw_shape;
 
-/* A contiguous array on a device, owned by the caller. A prepare does not access `data`. */
+/* A contiguous array on a device, owned by the caller. Functions that prepare a program do not access `data`. */
 typedef struct hw_tensor {
   void* data; /* NULL only if the array has no elements */
   hw_dtype dtype;
