@@ -28,7 +28,7 @@ TIMINGS = 7
 TORCH_TIMES = 1.03  # largest allowed ratio to torch's time
 SHARED = 32768  # rows that are sharded over two GPUs
 ROUNDS = 3  # number of rounds, and of calls per round; each round copies the arrays to the GPUs again
-SPEEDUP = 1.7  # smallest allowed speed-up of two GPUs over one GPU
+SPEEDUP = 1.7  # smallest allowed speed-up of two GPUs over one GPU, in zigzag
 
 Attend = Callable[[], Any]
 
