@@ -113,8 +113,8 @@ def test_imports_inside_functions_have_a_reason() -> None:
 
 
 def test_modules_have_no_import_cycle() -> None:
-    """The only import cycle is in `fusion_ir`: functions of ops take tensors, and operators of tensors record ops. Imports for type
-    checking also count."""
+    """Only modules of `fusion_ir` import each other in a cycle: public functions need tensors, and operators of tensors record ops. Imports
+    for type checking also count."""
     paths = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()}
     del paths["hostweave"]
     needs: dict[str, set[str]] = {}
@@ -128,7 +128,7 @@ def test_modules_have_no_import_cycle() -> None:
 
 
 def _reached(needs: dict[str, set[str]], start: str) -> set[str]:
-    """Modules that are imported, directly or indirectly, when `start` is imported."""
+    """Modules that `start` imports, directly or indirectly."""
     found, following = set[str](), [start]
     while following:
         new = needs[following.pop()] - found
@@ -170,7 +170,7 @@ def test_each_pass_has_a_test_file_that_names_it() -> None:
     assert [folder for folder in mine if folder not in known and folder.parent not in known] == []
 
 
-def test_only_decompose_reshards_computes_steps_of_reshards() -> None:
+def test_later_passes_do_not_compute_steps_of_reshards() -> None:
     """Only insert_reshards and decompose_reshards compute the steps of a reshard. Later passes read the steps from the op."""
     early = {"insert_reshards.py", "decompose_reshards.py"}
     for path in (PACKAGE / "passes").rglob("*.py"):

@@ -60,8 +60,8 @@ inline hw_cpu_config config_of(int mode, int devices, std::uint64_t seed = 0) {
 }
 inline void configure(const hw_cpu_config& config) { ok(hw_cpu_configure(&config), 0, "hw_cpu_configure"); }
 
-// Runs one attached thread per rank. An exception in one thread stops the other threads. Returns the message
-// of the first rank that failed, in rank order, or "".
+// Runs one attached thread per rank. An exception in one thread stops the other threads. Returns the message of the lowest rank
+// that failed, or "".
 inline std::string run_ranks(int ranks, const std::function<void(int)>& body) {
   std::vector<std::string> errors(ranks);
   std::vector<std::thread> threads;
