@@ -91,7 +91,7 @@ def test_the_verifier_of_blocks(kind: str) -> None:
 
 
 def test_the_verifier_of_sent_blocks() -> None:
-    """Only instructions without calls may separate the launch that sends a result from the reduce-scatter of this result."""
+    """Only instructions that enqueue no work may separate the launch that sends a result from the reduce-scatter of this result."""
     head, body = OF_BLOCKS["reduce_scatter"].rstrip("}").rsplit("{", 1)
     head = f"kernel @half(%p: f32[8]) {{ %h: f32[8] = multiply(%p, 0.5) }} {head}"
     sent = f"%h = allocate f32[8]  launch @half %p -> %h sent on tp  %z = allocate f32[4]  {body.replace('%p', '%h')}"
