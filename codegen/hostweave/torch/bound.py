@@ -40,7 +40,7 @@ class Copies:
 
 
 def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Makes `stream`, if given, the current stream."""
+    """Context in which `stream`, if given, is the current stream."""
     if stream is None or tensor.device.type == "cpu":
         return nullcontext()
     try:
