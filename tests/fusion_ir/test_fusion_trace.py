@@ -71,7 +71,7 @@ def test_names() -> None:
 
 
 def test_names_of_variables() -> None:
-    """Values have the names of variables of the function, and of functions that the function calls. A variable may be assigned several
+    """Values have the names of variables, also of variables in functions that the traced function calls. A variable may be assigned several
     times.
 
     An argument keeps the name of its value in the caller.

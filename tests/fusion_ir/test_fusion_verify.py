@@ -1,4 +1,4 @@
-"""Messages of the verifier about invalid fusions. It accepts valid steps of reshards."""
+"""The verifier of fusions: its messages about invalid fusions, and valid steps of reshards."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ WRONG = [
     *(
         (10, right, wrong, "its steps do not lead from f32[8@c, 6] on mesh(c=2 of ranks 2, 3) to f32[8, 6@b] on mesh(b=2 of ranks 0, 1)")
         for right, wrong in (
-            ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # The destination needs this block at index 0.
-            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # The source does not have this block.
+            ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # Rank 0 needs the block 2[0] at index 0.
+            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # Rank 1 has no block.
             ("3[0] -> 0[1]", "3[2] -> 0[1]"),
             ("3[0] -> 0[1], ", ""),  # One block is missing.
             ("3[0] -> 0[1]", "2[0] -> 0[0]"),  # One block is sent twice.
