@@ -44,7 +44,7 @@ PRODUCT = "%h = allocate {t}[M, N]\nmatmul %x, %w -> %h"
 BIAS, PLUS = "%h: {t}[M, N], %b: {t}[N]", "%h: {t}[M, N], %r: {t}[M, N]"
 BOTH, ALONE = "%h: {t}[M, N], %b: {t}[N], %r: {t}[M, N]", "%h: {t}[M, N]"
 
-# For each name: the inputs and the ops of a kernel, and the epilogue of the matmul that computes all these ops.
+# For each name: the inputs and the ops of a kernel, and the epilogue that computes all these ops.
 WHOLE = {
     "a bias": (BIAS, ["y = add(%h, %b)"], "bias %b"),
     "a bias on the left": (BIAS, ["y = add(%b, %h)"], "bias %b"),

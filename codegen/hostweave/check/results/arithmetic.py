@@ -21,7 +21,7 @@ RANDOM_EXP, MULTIPLICATIVE_EXP = ON_SAMPLES, DUAL  # exp: a random function, or 
 
 
 def cast_in_samples(x: Any, dtype: DType, functions: Functions) -> Samples:
-    """Casts an array. A cast between floats changes nothing."""
+    """Casts an array. Casts between floats keep values unrounded."""
     if dtype.kind == "float":
         return functions.real.of(x)
     exact = x if isinstance(x, Samples) else Exact.of(x)
