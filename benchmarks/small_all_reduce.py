@@ -106,7 +106,7 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
     import torch.distributed as dist
 
     term = begin(x, factors[0])
-    for p in [*factors[1:], factors[0]]:  # The last step reuses the first factor, and nothing uses its term.
+    for p in [*factors[1:], factors[0]]:  # The last step reuses the first factor, and computes a term that nothing uses.
         dist.all_reduce(term)
         x, term = step(x, term, n, p)
     return x

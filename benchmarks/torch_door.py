@@ -436,7 +436,7 @@ def _compile_32_layers() -> None:
 
 
 def _compiled_by_us(layers: int, training: bool) -> tuple[float, float]:
-    """Seconds until the C++ is generated, and until the C++ is compiled. Both count from the start."""
+    """Seconds until the programs are lowered, and until their C++ is generated and compiled. Both count from the start."""
     x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=training)
     with torch.device("meta"):
         whole = Llama(layers, 8).to(torch.bfloat16).train(training)

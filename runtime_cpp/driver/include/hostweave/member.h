@@ -62,9 +62,9 @@ class Member {
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Collective in one process group: creates its channel. Call this function during a Use.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
-  // Uses communicators of the application as channels. A key is ProcessGroup::name(). If the mesh of the process group is not the
-  // mesh of the program, the mesh precedes the name. Throws ArgumentError if the communicators or the number of ranks do not fit
-  // the program.
+  // Uses communicators of the application as channels. The key of a communicator is ProcessGroup::name(). If the mesh of the
+  // process group is not the mesh of the program, the mesh precedes the name. Throws ArgumentError if the communicators or the
+  // number of ranks do not fit the program.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
   // Collective. For channels with transport `one_sided` or `peer`, returns the reason why their ranks cannot access each other's
