@@ -203,8 +203,8 @@ def back_and_forth(x):
 
 
 def test_a_kernel_that_is_launched_early_waits_for_the_previous_kernel() -> None:
-    """Each call has 16 programmatic launches, and three calls are in flight. The memory of the calls is first filled with NaN. So a kernel
-    that reads too early gives wrong results."""
+    """Each call has 16 programmatic launches. The memory of the calls is first filled with NaN. So a kernel that reads too early gives
+    wrong results."""
     program = hw.compile(back_and_forth, target="cuda")
     assert program.source.count("hw::launch_pdl(") == 16
     calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]

@@ -13,8 +13,8 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# (M, K, N). The kernel for few rows is used for M up to 16. This kernel has 256 or 512 threads per block. K may be smaller than one step of
-# all warps.
+# (M, K, N). Only for M up to 16, kernels for few rows are used. These kernels have 256 or 512 threads per block. K may be smaller than one
+# step of all warps.
 SIZES = [(1, 4096, 512), (4, 128, 128), (5, 3584, 4096), (8, 4096, 28672), (9, 14336, 4096), (13, 128, 256)]
 SIZES += [(16, 1792, 256), (17, 8192, 1280), (256, 128, 128), (2048, 3584, 8192)]
 OUT = {hw.bf16: 2.0**-8, hw.f32: 0.0}  # rounding of the result

@@ -37,7 +37,7 @@ TRANSPORTS = ["peer", pytest.param("one_sided", marks=OLD)]
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [*NAMES, *WHOLLY])
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
-    """Sizes grow and shrink between calls. Then several calls are in flight, and their memory is first filled with NaN."""
+    """Sizes grow and shrink between calls. Then the memory of several calls is first filled with NaN."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, "cuda", Options(transport=transport))
     for times in (1, 16, 128, 16):
@@ -54,7 +54,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_match_numpy(name: str, ranks: int, transport: str) -> None:
-    """Communication outside of loops, with growing memory, several calls in flight, and blocks of two sizes, one of which may be 0."""
+    """Communication outside of loops, with growing memory, several consecutive calls, and blocks of two sizes, one of which may be 0."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     if fusion.mesh.size == 1:
         pytest.skip("one rank has no peer")
