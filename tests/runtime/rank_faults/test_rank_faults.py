@@ -259,7 +259,7 @@ print(again.rank, again.count, again.failure)
 
 
 def test_rank_0_is_stopped_before_the_first_call() -> None:
-    """Requests to the store end after `call_timeout`, although a first call may take `timeout`."""
+    """A request to the store ends after `call_timeout`, although the first call of a program may take longer, up to `timeout`."""
     script = "import hostweave as hw, sys; hw.init(group='stopped'); print('ready', flush=True); sys.stdin.read()"
     limit = 2
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
