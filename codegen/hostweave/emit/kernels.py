@@ -55,7 +55,7 @@ class EmittedKernel:
         loads = (f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows)
         self.indices = (*before, *of.loops.declarations(), *loads)  # declarations of indices and of held rows
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
-        # The parameter with the terms or blocks of all ranks, which the kernel exchanges or sends.
+        # The parameter by which the kernel exchanges data with other ranks, or "".
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
         if of.kernel.receivers:
             (self.terms,) = of.results.values()

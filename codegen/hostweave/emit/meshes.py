@@ -81,8 +81,8 @@ def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
 
 
 def part_name(part: Share) -> str:
-    """C++ name of a local size: `M_block_8`, `M_x`, `M_first_x` or `M_x_of_ranks_2_3` for a size M, and `block_8_of_10` or `x_of_10` for
-    the constant size 10."""
+    """C++ name of a local size or first index: `M_block_8`, `M_x`, `M_first_x` or `M_x_of_ranks_2_3` for a size M, and `block_8_of_10` or
+    `x_of_10` for the constant size 10."""
     on = ("of", part.mesh.label) if isinstance(part, LocalSize) and part.mesh else ()
     first = ("first",) if isinstance(part, FirstIndex) else ()
     along = f"block_{part.ranks}" if isinstance(part, CeilDiv) else "_".join((*first, *part.axes, *on))

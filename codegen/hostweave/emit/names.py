@@ -50,8 +50,8 @@ def is_reserved(name: str) -> bool:
 class CppNames:
     """C++ names of one scope. Equal names of one kind get equal C++ names, and all others get different C++ names.
 
-    A name that is reserved or used gets the first free number: `int` becomes `int_1`. Every name gets `suffix`, such as the `_` of
-    class members.
+    A name that is reserved, used or not a C++ name gets the first free number: `int` becomes `int_1`. Every name gets `suffix`, such as the
+    `_` of class members.
     """
 
     def __init__(self, taken: Iterable[str] = (), suffix: str = ""):
