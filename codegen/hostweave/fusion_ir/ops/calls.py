@@ -41,8 +41,8 @@ def lagged_by(op: Op) -> dict[int, int]:
 
 
 def result_type(op: Op, index: int) -> TensorType:
-    """Type of result `index` of a call or a repeat. With a depth, the result is a stack. The results of a repeat are those of the
-    function, then its operands, then its results again."""
+    """Type of result `index` of a call or a repeat. With a depth, the result is a stack over the calls. The indices
+    of a repeat count the function's results, then its operands and its results again, as stacks of values that calls pass on."""
     types = (*op.called.output_types, *(value.type for value in op.called.inputs), *op.called.output_types)
     return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])
 
