@@ -1,5 +1,5 @@
-"""`hostweave inspect` prints a note with the location of each pack, and of each gather that the program does not request, if it moves many
-bytes."""
+"""`hostweave inspect` prints a note for each large pack, and for each large gather that the program does not request. A note names the
+line."""
 
 from __future__ import annotations
 
