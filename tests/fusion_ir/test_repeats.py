@@ -257,8 +257,8 @@ def test_a_repeat_needs_no_group() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("count", [3, 6])
 def test_calls_that_use_the_previous_tensor(count: int, backward: bool) -> None:
-    """A backward pass uses the input of each layer, and this input is a result of the previous layer. The function `back` reshards
-    the gradients."""
+    """A backward pass uses the input of each layer, and this input is a result of the previous layer. In the repeat, the function `back`
+    reshards the gradients."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], s=hw.f32["M@x", "E"])
     def back(x: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
