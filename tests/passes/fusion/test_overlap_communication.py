@@ -22,7 +22,7 @@ SUM = "%x: bf16[M@x, K], %dy: bf16[M@x, N], %w: bf16[N, K]"
 # For each name: inputs, and the ops before and after the pass. Named dims have 4096 elements. A gather of K x N elements takes 117 us. A
 # matmul of 1/8 of the rows takes about 25 us.
 CASES = {
-    "a gather is issued before the matmul that hides it": (
+    "a gather is issued before the matmul that hides part of it": (
         FSDP,
         """%vg: bf16[K, N] = all_gather(%v, dim=0, axes=(x))
         %h: bf16[M@x, N] = matmul(%x, %vg)
@@ -202,7 +202,7 @@ def test_times() -> None:
 
 
 def test_a_gather_that_overlaps_with_nothing() -> None:
-    """The gather may use copy engines only if another communication overlaps, and may use them too."""
+    """The gather may use copy engines only if another communication overlaps and may use copy engines."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)
@@ -317,7 +317,7 @@ def test_a_gradient_that_only_an_update_needs_moves_down() -> None:
     assert [op.result.name for op in made.ops] == ["t", "g", "h", "p", "dx", "dw", "y", "updated"]
 
 
-def test_a_collective_on_other_ranks_is_not_in_a_kernel() -> None:
+def test_a_collective_on_another_mesh_is_not_in_a_kernel() -> None:
     """The axis z belongs to another mesh than the program's."""
     other = "on mesh(z=3 of ranks 2, 1, 0)"
     text = f"""fusion @f(%x: f64[5@x, 5, 5], %c: f64[2, 5] {other}, %d: f64[2@x, 5], %v: f64[2, 5]) mesh(x=3) {{

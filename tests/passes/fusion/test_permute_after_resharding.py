@@ -75,7 +75,7 @@ def test_programs_that_the_pass_does_not_change(case: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_product_with_a_transposed_shard_costs_its_gather(ranks: int) -> None:
-    """The gradient of a weight needs a gather of the transposed operand, but no copy and no kernel, even with several heads."""
+    """The gradient of a weight needs a gather of the operand that is transposed, but no copy and no kernel, even with several heads."""
     mesh, f32 = hw.Mesh(x=ranks), hw.f32
     fusions = (
         hw.fusion(mesh=mesh, x=f32["M@x", "K"], dh=f32["M", "N@x"])(lambda x, dh: hw.matmul(x.T, dh)),
