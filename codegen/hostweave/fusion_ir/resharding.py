@@ -158,8 +158,8 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
     """Splits a reshard that changes dims to or from zigzag into two reshards, as pairs of types. Any other reshard stays one pair.
 
-    The first pair ends, and the second begins, with these dims unsharded. There, each rank reorders the blocks of the dims. In the pairs,
-    plain axes stand for zigzag axes, because both blocks of a rank move together.
+    The first pair ends, and the second begins, with these dims unsharded. Between the pairs, each rank reorders the pieces of the dims. In
+    the pairs, plain axes stand for zigzag axes, because both pieces of a rank move together.
     """
     changed = zigzag_changes(source, target)
     if not changed:

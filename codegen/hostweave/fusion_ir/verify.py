@@ -91,7 +91,7 @@ def _verify_groups(body: Fusion) -> None:
         if group and (not depth or depth[0].axes or not depth[0].size.name or body.depths.get(depth[0].size.name) != len(group.names)):
             raise ProgramError(
                 f"%{name}: a parameter group of {len(group.names)} tensors needs an unsharded symbolic size as its first dim, such as L, "
-                "and no group with another number of tensors may have this name"
+                "and no group with another number of tensors may have this size"
             )
     made = body.made
     for name, group in zip(body.outputs, body.returned, strict=bool(body.returned)):
