@@ -283,7 +283,7 @@ def _lines_of_user(lines: Sequence[Any], skip: int) -> Any:
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Rules of torch.export without `_KEPT`, torch's rules for `_NOT_KEPT`, and the rules of this package."""
+    """Rules of torch.export for ops outside `_KEPT`, torch's rules for `_NOT_KEPT`, and the rules of this package."""
     table = default_decompositions()
     kept = {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
     scatter = torch.ops.aten.select_scatter.default
