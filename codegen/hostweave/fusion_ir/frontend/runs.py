@@ -171,7 +171,7 @@ class Runs:
         return None
 
     def placed(self, run: CallRun, at: int) -> tuple[Column, TensorType] | None:
-        """The reshards of a result, and their type, if the result has no other uses. The function then does the reshard."""
+        """The reshards of a result, and their type, if the result has no other uses; the function then does the reshard. Otherwise None."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)

@@ -276,8 +276,8 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op, and returns its result. `known` has the operands that are tensors. Without operands, `known` is empty or
-        has the tensor `beside`."""
+        """Adds an op, and returns its result. `known` has the operands that are tensors. If there are none, `known` may have the tensor
+        `beside` of `recording.record`."""
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
