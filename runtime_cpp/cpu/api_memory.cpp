@@ -116,7 +116,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
       std::memcpy(dst, staged.data(), staged.size());
     };
   } else {
-    // Other copies between a device and pageable memory block until they are done, as in CUDA.
+    // Other copies from or to pageable memory block until they are done, as in CUDA.
     blocks |= c.kind == cudaMemcpyHostToDevice && is_pageable(c.src);
     blocks |= c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst);
     op->work = [c] { move(c); };
@@ -150,7 +150,7 @@ cudaError_t cudaFree(void* pointer) { return release(pointer, false, "cudaFree")
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFreeHost"); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
-  // Like CUDA, does not block the host for a copy of this kind.
+  // Like CUDA, does not block the host for a copy from device to device.
   return copy({dst, bytes, src, bytes, bytes, 1, kind}, nullptr, kind != cudaMemcpyDeviceToDevice);
 }
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {

@@ -231,7 +231,8 @@ ncclResult_t check(const Request& r) {
   return ncclSuccess;
 }
 
-// Enqueues requests of one communicator as one op. The requests are already checked, and are in the order of the calls.
+// Enqueues or captures the requests of one communicator as one op. The requests are already checked, and are in the order of the
+// calls.
 ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
   Machine& machine = Machine::get();
   const Request& first = requests.front();

@@ -1,4 +1,4 @@
-// Implementation of hostweave_cpu.h.
+// Functions of hostweave_cpu.h for configuration, threads, failures, counters and kernels.
 #include <algorithm>
 #include <cstring>
 #include <optional>

@@ -118,7 +118,7 @@ struct ProcessGroup {
 
 // Returns an error if the communicator is invalid, or stopped by a failure.
 ncclResult_t check_usable(const std::string& call, ncclComm_t comm);
-void wait_for_ops(Lock& lock, ncclComm_t comm);  // Waits for the last op that this rank has issued.
+void wait_for_ops(Lock& lock, ncclComm_t comm);  // Waits for the last op on the communicator.
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
 ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // Waits until all ranks have joined.
