@@ -95,7 +95,7 @@ class Threads:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
-        """Returns a provider for `ranks`, in this order: the same object for all of them."""
+        """Returns a provider for `ranks`, in this order. All these ranks get the same object."""
         with self.lock:
             if name not in self.parts:
                 self.parts[name] = Threads(len(ranks))

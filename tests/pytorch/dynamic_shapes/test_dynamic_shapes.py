@@ -1,5 +1,5 @@
 """Models of the transformers package with a dynamic batch and, except for ViT, a dynamic sequence length. Each model is compiled once per
-mesh, and compared with torch at many sizes."""
+mesh and plan, and compared with torch at many sizes."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
 
 
 def test_a_step_in_inference_mode() -> None:
-    """In inference mode, the optimizer would create state that no step outside of it could update."""
+    """In inference mode, the optimizer would create state that no step outside of this mode could update."""
     module = Layer(lambda self, x: self.down(self.up(x)).square().mean())
     step = hostweave.torch.compile(module, MESH, {}, (X,), optimizer=torch.optim.AdamW(module.parameters()))
     with (
