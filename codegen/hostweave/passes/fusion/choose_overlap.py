@@ -272,7 +272,7 @@ class _Choice:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
-        """Describes a dim of known size with shards of unequal sizes, if the loop splits it or a reshard changes its axes. Otherwise ""."""
+        """Describes a dim of known size with unequal shards, if the loop splits it or a reshard changes its axes or mesh. Otherwise ""."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         for type in types:
             for dim, own in enumerate(type.dims):
