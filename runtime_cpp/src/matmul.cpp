@@ -28,7 +28,7 @@ constexpr int kTimings = 7;            // timed runs of each algorithm
 constexpr float kClearly = 0.98f;      // an algorithm replaces the best so far if its time is at most this share of the best time
 constexpr int64_t kScaledStep = 16;    // cuBLASLt multiplies 8-bit floats only if k and n are multiples of this
 constexpr int64_t kScaledBlock = 128;  // with block scales: elements of the inner dim per scale
-constexpr int64_t kScalesStep = 4;     // with block scales: divides the padded length of a row of scales, and the row count of a
+constexpr int64_t kScalesStep = 4;     // with block scales: divides the padded row length of scales and the rows of operand a
 constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches of an H200: a memset of this size evicts the operands
 
 struct Matrix {
