@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
     timeline_help = "Predict the timeline of each rank, and write it as a page, as JSON for Perfetto or as SVG."
     timeline = add("timeline", _timeline, timeline_help, program, target)
-    timeline.add_argument("--measure", action="store_true", help="also run all ranks here on random arrays of --sizes, and measure them")
+    timeline.add_argument("--measure", action="store_true", help="also measure a call of all ranks here, on random arrays of --sizes")
     timeline.add_argument("--ranks", metavar="8 | dp=2,tp=4", default="", help="predict for another number of ranks")
     network = "network between hosts of 8 GPUs: bytes per second of a GPU, and seconds of latency; needed for more than 8 ranks"
     timeline.add_argument("--network", metavar="BANDWIDTH,LATENCY", help=network)
