@@ -1,4 +1,4 @@
-// Helper kernels for cuDNN: inputs for packed sequences, fills of unused tokens, and sums of partial results.
+// Helper kernels for cuDNN: inputs for packed sequences, values of tokens outside of the sequences, and sums of partial results.
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
 

@@ -63,7 +63,7 @@ class Pattern {
     q_ = of(kQ, problem.q);
   }
 
-  // Ids of the tensors that hold the numbers of rows and of columns.
+  // Ids of the tensors that hold the numbers of rows and of columns per batch element.
   int64_t counted() const { return rows_.number; }
   int64_t ends() const { return lengths_.number; }
 
