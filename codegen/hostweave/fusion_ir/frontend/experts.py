@@ -156,11 +156,12 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     """Routes each token to the ranks of its experts. `experts`, ints [T, k], are the experts that each token chooses.
 
     The mesh axes `axes` have R ranks. The tokens and the E = `num_experts` experts are split over these ranks: the rank with index r has
-    the experts from r * E/R to (r + 1) * E/R - 1. All ranks gather `experts`, and each rank finds the choices of its experts.
+    the experts from r * E/R to (r + 1) * E/R - 1. A choice is a token with one of its k experts. All ranks gather `experts`, and each rank
+    finds the choices of its experts.
 
-    A choice is a token with one of its k experts. A rank sends at most `capacity` choices to each rank. By default, no choice is dropped.
-    Beyond the capacity, choices of the destination's highest-numbered experts are dropped first. Among choices of one expert, those of the
-    last tokens are dropped first. The host never reads the counts.
+    A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. Beyond the capacity, choices of the
+    destination's highest-numbered experts are dropped first. Among choices of one expert, those of the last tokens are dropped first. The
+    host never reads the numbers of choices.
 
     Raises ProgramError for other shapes or dtypes of `experts`, for axes that the mesh lacks, or if R does not divide the number of
     experts. With a capacity, R must also divide the number of tokens.
