@@ -1,4 +1,4 @@
-"""Parts of transformers with enough temporaries for memory planning: `make(ranks, dtype)` returns a fusion."""
+"""Parts of transformers with enough temporaries for memory planning. Each function of PROGRAMS takes the number of ranks and the dtype."""
 
 from __future__ import annotations
 

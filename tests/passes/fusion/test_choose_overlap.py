@@ -48,7 +48,7 @@ def test_steps(program: tuple[str, str], stated: str, loop: str, first: str | No
 
 # For each name: inputs, and the ops before and after the pass.
 LOOPS = {
-    "a reduction over sharded dims, its reshard, and the matmul that feeds them": (
+    "a reduction over a sharded dim, its reshard, and the matmul before the reduction": (
         "%x: f32[4, 8@x, M, K], %w: f32[8@x, K, N]",
         """%h: f32[4, 8@x, M, N] = matmul(%x, %w)
         %s: f32[4, M, N] partial(sum, x) = sum(%h, axis=(1,))

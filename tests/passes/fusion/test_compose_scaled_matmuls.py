@@ -1,4 +1,4 @@
-"""The pass compose_scaled_matmuls: matmuls that cuBLASLt does not support get an attribute with the reason."""
+"""The pass compose_scaled_matmuls: scaled matmuls that cuBLASLt does not support get an attribute with the reason."""
 
 from __future__ import annotations
 
