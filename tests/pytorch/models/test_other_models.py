@@ -1,7 +1,4 @@
-"""Models that transformers does not have. Losses and gradients of a step are compared with torch.
-
-Models run on 2 ranks, and in slow tests on 1 rank.
-"""
+"""Models that transformers does not have. Losses and gradients of a step are compared with torch."""
 
 from __future__ import annotations
 
