@@ -34,7 +34,8 @@ def own(array: np.ndarray, rank: int, ranks: int, axis: int) -> np.ndarray:
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_every_call_uses_the_bound_inputs(ranks: int) -> None:
-    """Inputs are bound in one or several steps. Other inputs are passed by position and by name. Bound and other calls alternate."""
+    """Inputs are bound in one or several steps. Other inputs are passed by position and by name. Calls with and without bound inputs
+    alternate."""
     program = PROGRAMS[ranks]
     bound, other = program.bind(w=W).bind(b=B), program.bind(b=2 * B, w=W)
     np.testing.assert_array_equal(bound.run(X), X @ W + B)
