@@ -28,7 +28,7 @@ _MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 class BoundTable:
     """Checked inputs that are bound on a rank."""
 
-    library: ArrayLibrary | None  # library of the first bound array
+    library: ArrayLibrary | None  # library of the first bound array; without bound arrays, NumPy on the CPU target, otherwise None
     shapes: tuple[Shape | None, ...]  # None for an input that calls pass
     spans: tuple[ByteRange, ...]
     digest: str  # digest of the bound inputs, or ""
