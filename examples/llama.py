@@ -175,7 +175,7 @@ def load(folder, c, mesh, rank, device="cpu"):
 
 
 class Llama:
-    """The model on one rank, with a cache of `length` tokens for each of `batch` sequences. All ranks must make the same calls.
+    """The model on one rank, with a cache of at least `length` tokens for each of `batch` sequences. All ranks must make the same calls.
 
     `weights` are the weights of this rank. `sampling` has temperature, top_p and seed, for programs that sample.
     """
@@ -248,7 +248,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.tokens < 1 or given.temperature < 0 or not 0 < given.top_p <= 1 or not 0 <= given.seed < 2**32:
-        parser.error("--tokens is at least 1, --temperature and --seed at least 0, and --top-p above 0 and at most 1")
+        parser.error("--tokens is at least 1, --temperature at least 0, --top-p above 0 and at most 1, and --seed from 0 to 2**32 - 1")
     sampling = {"temperature": given.temperature, "top_p": given.top_p, "seed": given.seed} if given.temperature else None
     try:
         run(given, sampling)

@@ -14,7 +14,7 @@ from hostweave.types.tensor import DType
 
 
 def grouped(ranks: int, t: DType) -> dict[str, Any]:
-    """Attention with sharded heads. There are twice as many query heads as key heads. A value head has more elements than a key head."""
+    """Inputs of attention with sharded heads: twice as many query heads as key heads, and value heads that are larger than key heads."""
     sizes = {"q": (4, "S", 16), "k": (2, "T", 16), "v": (2, "T", 24)}
     return {name: t["B", f"{heads * ranks}@x", rows, size] for name, (heads, rows, size) in sizes.items()}
 

@@ -9,7 +9,7 @@ from hostweave.build.toolchain import Toolchain
 
 @pytest.fixture(autouse=True)
 def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles kernels as a separate file, as users do. Other tests compile kernels with the rest of the program."""
+    """Compiles kernels as a separate file, as users do. Without GPUs, most other tests compile kernels with the rest of a program."""
     monkeypatch.setattr("hostweave.targets.cpu.Toolchain", Toolchain)
 
 
