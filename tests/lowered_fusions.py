@@ -18,7 +18,7 @@ from hostweave.types.size import bound
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = ("input", *(apply.__name__ for apply in PASSES))
 RANKS = (1, 2, 3, 4, 8)
-CHUNKS = 3  # the constant S of examples/seeds.py and examples/single_device.py
+CHUNKS = 3  # replaces the constant S of examples/seeds.py and examples/single_device.py
 
 
 def _fusions(ranks: int) -> dict[str, Fusion]:

@@ -273,8 +273,8 @@ class Subject:
         return [*self.at.values(), Expected(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
-        """Returns the verdict on the mutant that `made` returns. Returns REFUSED if the verifier or the proof of order rejects the mutant,
-        or if the mutant cannot be made or executed."""
+        """Returns the verdict on the mutant that `made` returns. REFUSED means that a verifier or `check` rejects the mutant, or that the
+        mutant cannot be made or executed."""
         try:
             mutant = made()
             verify_host(mutant)

@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kPattern = std::size_t{2} << 20;
 constexpr std::size_t kAlignment = 256;  // alignment of cudaMalloc
 
-// Sanitizers do not detect overruns of mapped memory, so their builds use only heap blocks.
+// Sanitizers do not detect overruns of mapped memory, so their builds map only shared memory.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr std::size_t kMapFrom = SIZE_MAX;
 #else

@@ -68,7 +68,7 @@ def test_stages_are_golden(name: str, request: pytest.FixtureRequest) -> None:
 def test_every_pass_changes_a_kernel_and_no_file_is_left_over() -> None:
     seen = {stage for name in CASES for stage, _ in stages_of(name)}
     assert seen == {"index_space", *(apply.__name__ for apply in PASSES)}
-    assert {path.stem for path in FOLDER.iterdir()} == set(CASES), "no kernel has these; remove them"
+    assert {path.stem for path in FOLDER.iterdir()} == set(CASES), "remove files that no case has"
 
 
 @pytest.mark.parametrize(("multiprocessors", "threads"), [(132, 1024), (127, 512)])

@@ -70,7 +70,7 @@ def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: in
 
 
 def _merged(orders: Sequence[Sequence[Action]], stages: int) -> list[Action]:
-    """Merges the orders of all parts of the mesh by start time, if all actions take equally long."""
+    """Merges the orders of all parts of the mesh by start time. Assumes that all actions take equally long."""
     done: dict[tuple[bool, int, int], int] = {}  # (is a forward pass, stage, micro-batch) -> end time
     waiting, free, merged = [list(order) for order in orders], [0] * len(orders), list[tuple[int, int, Action]]()
     while any(waiting):

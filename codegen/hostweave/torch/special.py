@@ -208,7 +208,7 @@ def polygamma(n: int, x: Any) -> Any:
 
 
 def _inverse_of_erfc(q: Any) -> Any:
-    """Inverse of erfc for q from 0 to 1: Halley's method from Winitzki's estimate."""
+    """Inverse of erfc for q from 0 to 1: three iterations from Winitzki's estimate."""
     log = torch.log(q * (2 - q))
     first = 2 / (math.pi * 0.147) + log / 2
     y = torch.sqrt(torch.sqrt(first * first - log / 0.147) - first)

@@ -1,4 +1,4 @@
-"""Attributes of modules, except tensors, that a forward pass reads. A call raises ArgumentError if such an attribute has changed.
+"""Attributes of modules, except parameters and buffers, that a forward pass reads. A call raises ArgumentError if one has changed.
 
 Reads are recorded during the trace. A call also compares hooks, and the `forward` of classes.
 """

@@ -23,7 +23,7 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
 MESHES_OF_MOVES: tuple[dict[str, int], ...] = ({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})
-SEEDS = 160  # Seeds of the default run. With those of `exchanging`, their programs have all instructions except NOT_MADE.
+SEEDS = 160  # seeds of the default run; their programs and those of `exchanging` have all instructions except NOT_MADE
 
 
 def is_right(seed: int) -> bool:

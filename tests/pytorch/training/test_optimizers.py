@@ -61,7 +61,7 @@ OF_TORCH: dict[str, Make] = {
     "rprop": lambda of: torch.optim.Rprop(of),
     "of a user": lambda of: Lion(of, lr=0.01, weight_decay=0.1),
 }
-MORE = ("sgd", "nesterov", "adam", "adagrad", "adadelta", "adamax", "nadam")  # optimizers that are tested only with -m slow
+MORE = ("sgd", "nesterov", "adam", "adagrad", "adadelta", "adamax", "nadam")  # optimizers that `CASES` tests only with -m slow
 MORE_RANKS = [("adafactor", 4), ("muon", 1), ("momentum", 4)]
 
 
