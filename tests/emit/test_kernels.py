@@ -263,8 +263,8 @@ def test_kernels_with_other_differences_are_not_shared(op: str, length: int) -> 
 
 
 def test_kernels_of_many_ops() -> None:
-    """One kernel has 400 consecutive ops. Three nested Python calls per op would exceed the recursion limit. The other kernel has 20 consecutive
-    softmaxes."""
+    """One kernel has 400 consecutive ops. Three nested Python calls per op would exceed the recursion limit. The other kernel has 20
+    consecutive softmaxes."""
 
     def rows(x):  # type: ignore[no-untyped-def]
         y = x
