@@ -52,7 +52,8 @@ def named(name: str, ranks: int) -> Fusion:
 
 def programs_for(ranks: int, which: str) -> dict[str, Fusion]:
     """Programs of a set. `few` has two programs. `kinds` has a program for each kind of communication. `all` has the programs of
-    `all_fusions` and `more_fusions` for this number of ranks. `everything` adds programs with one-sided transfers, exchanges and pipelines."""
+    `all_fusions` and `more_fusions` for this number of ranks. `everything` adds programs with one-sided transfers, exchanges and
+    pipelines."""
     if which in ("few", "kinds"):
         return {name: named(name, ranks) for name in (KINDS if which == "kinds" else FEW)}
     more = {name: named(name, ranks) for name in (*ONE_SIDED, *EXCHANGES, *PIPELINES)} if which == "everything" else {}
