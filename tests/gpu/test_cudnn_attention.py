@@ -39,8 +39,8 @@ def masks(t: DType, size: int, group: int) -> Fusion:
 
 @hw.fusion(qkv=hw.bf16["S", "B", 1, 10, 128])
 def merged_projections(qkv):  # type: ignore[no-untyped-def]
-    """Attention with one projection. The projection contains 8 heads of queries, one head of keys and one head of values. The stride along
-    the single key head may have any value."""
+    """Attention with one projection. The projection contains 8 heads of queries, one head of keys and one head of values. The dim of key
+    heads has size 1, so its stride may have any value."""
     by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
     q, k, v = (hw.reshape(by_group[:, :, a:b], "B", b - a, "S", 128) for a, b in ((0, 8), (8, 9), (9, 10)))
     return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -257,8 +257,8 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 
 def test_cases_that_cudnn_lacks() -> None:
-    """cuDNN does not support lengths with a diagonal that does not start at row 0. Misaligned operands are copied, because cuDNN does not
-    support them."""
+    """cuDNN does not support lengths together with a shifted diagonal. Misaligned operands are copied, because cuDNN does not support
+    them."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"

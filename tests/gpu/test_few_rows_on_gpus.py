@@ -20,7 +20,7 @@ SIZES = [
     (8, 34, 1000),
     (3, 6, 4),
     (5, 14336, 72),
-    (7, 2056, 4000),  # For these sizes, the kernel uses pairs of large thread blocks.
+    (7, 2056, 4000),  # In this case, the kernel uses pairs of large thread blocks.
     (2, 8, 40000),
     (6, 4096, 1024),
 ]
