@@ -17,7 +17,7 @@ struct Node {
   std::size_t stream;  // index among the captured streams; 0 is the launch stream
   Enqueue enqueue;
   Location location;
-  // Predecessors: the previous node of the stream, and the node of the event if this node waits for an event.
+  // Predecessors: the previous node of the stream, and the node of the event if this node waits for a captured event.
   std::vector<std::size_t> after;
   std::vector<std::uint64_t*> marks = {};  // words to increment when the op is done
 };

@@ -55,7 +55,7 @@ struct Match : Asked {
     OpName issued_as;
   };
 
-  const char* name = "";  // name of the call
+  const char* name = "";  // name of the first call
   const ProcessGroup* process_group = nullptr;
   std::vector<Seat> seats;        // by rank; for send_recv: 0 sends, 1 receives
   std::vector<int> seat_ranks;    // device of each seat

@@ -24,7 +24,7 @@ struct Operand {  // column-major
 struct Scales {
   const float* at = nullptr;
   std::int32_t mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
-  std::int64_t outer = 0, k = 0;  // sizes of the operand: of the dim that is not k, and of k
+  std::int64_t outer = 0, k = 0;  // sizes of the other dim, and of k
 
   static constexpr std::int64_t kBlock = 128, kStep = 4;  // BLK128x128 pads rows of scales to a multiple of kStep.
   std::int64_t blocks() const { return (k + kBlock - 1) / kBlock; }

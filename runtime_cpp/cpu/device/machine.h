@@ -114,7 +114,7 @@ class Machine {
   void scheduling_point(Lock& lock);
   void pause(Lock& lock);
   void wait_for_running_work(Lock& lock);
-  void progress();                                     // Wakes host threads, so that they check their conditions.
+  void progress();                                     // Wakes host threads that may be ready now.
   void learn(int device, const ClockSnapshot& clock);  // Merges a clock into the clock of the device's host thread.
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
   std::size_t host_actor(int device) { return host_side(device).actor; }
@@ -226,7 +226,7 @@ class Machine {
   std::unordered_map<int, HostSide> hosts_;
   std::vector<Stream*> ready_;
 
-  std::vector<HostThread*> attached_;  // by rank
+  std::vector<HostThread*> attached_;  // sorted by rank
   std::vector<HostThread*> waiting_;   // waiting threads; in seeded mode, only unattached threads
   int arrived_ = 0;                    // rank threads that attached in this round
   bool round_started_ = false;         // set when all have attached; cleared when all have detached
