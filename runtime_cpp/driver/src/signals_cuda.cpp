@@ -1,7 +1,7 @@
 // Ends the waits of streams for signals of a peer that has exited.
 //
 // NCCL makes streams wait for values in device memory (cuStreamBatchMemOp), and ncclCommAbort does not end these waits. The graph
-// of a captured wait contains the address of the values. Large values at that address end all waits.
+// of a captured wait contains the address of one of the values. Large values in the allocation at that address end all waits.
 #include "signals_cuda.h"
 
 #include <dlfcn.h>

@@ -13,8 +13,8 @@
 
 namespace hw::target {
 
-// Sets the schedule of the next calls. On CUDA, throws ExecutionError if the schedule is seeded, or if this machine
-// has fewer than `ranks` GPUs.
+// Sets the schedule of the next calls on the CPU device. On CUDA, throws ExecutionError if the schedule is seeded, or if this
+// machine has fewer than `ranks` GPUs.
 void configure(const Schedule& schedule, int ranks);
 
 // RAII: attaches this thread to the CPU device as the thread of a rank. Does nothing on CUDA.
@@ -25,8 +25,8 @@ class Attached {
   Attached(Attached&&) = delete;
 };
 
-// Barrier of all ranks on the CPU device. Without this barrier, a rank could leave before another rank arrives. Then the device
-// would miss a deadlock.
+// Barrier of all ranks on the CPU device. Without this barrier, a rank could detach before another rank attaches. Then the
+// device would miss a deadlock.
 void meet(int ranks);
 // Waits for the stream, or returns false if it is not done yet. The caller then checks if the ranks are stopped, and calls again.
 bool synchronize(cudaStream_t stream);
@@ -47,7 +47,8 @@ int device_for(int64_t index, int64_t local);
 // not join in time or, on CUDA, if `aborted` becomes true.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds,
                         const std::atomic<bool>& aborted);
-// Aborts communicators. Their device must be current. Ends the waits of streams for peers, also for peers that have exited.
+// Aborts communicators. Their device must be current. Ends the waits of streams for peers, but waits for
+// signals of NCCL only with NCCL 2.32 or later.
 void abort(const std::vector<ncclComm_t>& comms);
 // Called at the end of a call. Waits for the device on the CPU target. Does nothing on CUDA.
 void finish();

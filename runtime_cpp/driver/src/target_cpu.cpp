@@ -17,7 +17,7 @@ void check(int status) {
 
 }  // namespace
 
-// Always resets the device for a seeded schedule, so that the order of operations depends only on the seed.
+// Always resets the device for a seeded schedule, so that a seed always gives the same order of operations.
 void configure(const Schedule& schedule, int ranks) {
   static std::optional<Schedule> last;
   static int last_ranks = 0, devices = 8;
@@ -43,7 +43,7 @@ void configure(const Schedule& schedule, int ranks) {
 Attached::Attached(int rank) {
   if (hw_cpu_attach(rank) == 0) return;
   const std::string report = hw_cpu_last_report();
-  hw_cpu_detach();  // The thread is attached even if another rank has failed.
+  hw_cpu_detach();  // If another rank has failed, hw_cpu_attach returns an error but attaches the thread.
   throw ExecutionError(report);
 }
 

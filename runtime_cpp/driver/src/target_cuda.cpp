@@ -156,7 +156,7 @@ Gate::~Gate() {
 }
 
 void Gate::hold(cudaStream_t stream, uint32_t round) const {
-  if (!opened_ || round == 0) return;  // The first call may block on the device, for example to set up channels.
+  if (!opened_ || round == 0) return;  // The host may wait for the device in the first call, for example to set up channels.
   const int error = wait_value()(stream, reinterpret_cast<uint64_t>(opened_), round, 0);
   if (error)
     throw ExecutionError("measure: cuStreamWaitValue32 has failed with error " + std::to_string(error) + " of the driver");

@@ -26,7 +26,7 @@ class Algorithms {
     const std::lock_guard lock(mutex_);
     return known_;
   }
-  // Replaces the algorithm of a problem, also in existing plans. Must not be called while a rank prepares a program.
+  // Sets the algorithm of a problem, also in existing plans. Must not be called while a rank prepares or runs a program.
   void set(const std::string& problem, const cublasLtMatmulAlgo_t& algorithm) {
     const std::lock_guard lock(mutex_);
     known_[problem] = algorithm;
