@@ -1,4 +1,4 @@
-// Position of a rank: its first unfinished call, and the state of each stream.
+// Position of a rank: its first unfinished call or graph launch, and the state of each stream.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -41,8 +41,8 @@ struct Standstill {
     std::vector<int64_t> ranks;
     int64_t count = 0;
   };
-  int64_t call = 0;                   // number of the call, from 1; 0: all calls are done
-  bool is_graph = false;              // true if the call launches a graph
+  int64_t call = 0;                   // number of the call or launch, from 1; 0: all are done
+  bool is_graph = false;              // true for launches of graphs
   bool is_enqueuing = false;          // the host has not enqueued the whole call
   Line enqueued;                      // the last enqueued line
   std::vector<Stream> streams;        // streams with unfinished work

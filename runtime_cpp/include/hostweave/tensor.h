@@ -31,7 +31,7 @@ struct Shape {
   [[noreturn]] static void too_many_dims(size_t count);
 };
 
-// Name of an argument. An argument in an array of structs has a prefix, an index and a suffix.
+// Name of an argument. In an array of structs, the name consists of a prefix, an index and a suffix.
 struct Name {
   const char* text;
   int64_t number = -1;

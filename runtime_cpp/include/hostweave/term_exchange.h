@@ -18,7 +18,7 @@ class TermExchange {
   TermExchange(Rank& rank, const Channel& channel);
 
   // The first call for a channel is collective. If all GPUs of the channel have peer access, kernels exchange data. Otherwise,
-  // and on the CPU device, NCCL gathers the data before the kernel.
+  // and on the CPU device, NCCL exchanges the data before the kernel.
   void prepare();
 
   // Returns the CallOrder of the rank's calls that exchange data in kernels. All ranks must make these calls in the same order.

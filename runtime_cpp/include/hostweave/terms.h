@@ -1,6 +1,6 @@
 // Collectives that run inside the kernel that uses their result: all-reduce, reduce-scatter and all-gather. The kernel reads the
-// result like an array, by hw::load(terms + i) and terms[i]. Sums add the terms of the ranks in rank order, so all ranks round
-// equally.
+// result like an array, by hw::load(terms + i) and terms[i]. The terms are added in rank order, so all ranks
+// get the same sum.
 //
 // With peer access, an all-reduce (hw::Terms) sends the term of its rank to the peers in packets. A packet has eight bytes of
 // data; the number of the exchange follows each half. So the packet itself shows its arrival, without a separate flag (NCCL's LL
@@ -37,7 +37,8 @@ struct alignas(16) Packet {
 
 // Memory that the kernels of one rank use for exchanges over a channel.
 struct Exchange {
-  Packet* landing[kExchangeRanks];  // by rank: two slots with kPackets packets from each rank, then the slots of LandedBlocks
+  Packet*
+      landing[kExchangeRanks];  // by rank: two slots with kPackets packets from each rank, then slots and flags of LandedBlocks
   uint32_t* state;  // [0]: number of the last exchange; [1]: thread blocks that have sent their data of the current exchange
   const uint32_t* aborted;  // a nonzero value ends all waits
   int rank;
@@ -102,7 +103,7 @@ struct Terms {
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
   // Sends the term of this rank to all peers, unless NCCL has gathered the terms. The last thread block that sends increments the
-  // exchange number. A thread issues several loads before its first store, so that the latencies of the loads overlap.
+  // exchange number. A thread issues up to kAtOnce loads before it stores, so that the latencies of the loads overlap.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -375,7 +376,7 @@ struct LandedBlocks {
     __syncthreads();
   }
 
-  // A thread issues several loads before the first store, so that the latencies of the loads overlap.
+  // A thread issues up to kAtOnce loads before it stores, so that the latencies of the loads overlap.
   HW_DEVICE void send(int peer, int64_t first, int64_t end) const {
     constexpr int kAtOnce = 4;
     uint4* const target = reinterpret_cast<uint4*>(landing(peer, exchange.rank));

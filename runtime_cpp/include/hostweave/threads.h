@@ -18,7 +18,7 @@ constexpr int kFewRows = 8;           // maximum rows of a matmul that the few-r
 constexpr int kFewScaledRows = 16;    // the same for a matmul of 8-bit floats with scales
 constexpr int kProducts = 4;          // maximum matmuls with one common operand in a kernel
 constexpr int kProductColumns = 64;   // columns per cluster
-constexpr int kProductThreads = 256;  // threads per block, two blocks per multiprocessor
+constexpr int kProductThreads = 256;  // threads per block
 constexpr int kLargeProductThreads = 2 * kProductThreads;
 
 }  // namespace hw

@@ -17,7 +17,7 @@ __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, C
       return T{};
     }
   }());
-  constexpr int kPadding = sizeof(Word) / sizeof(T);                   // Columns begin in different banks.
+  constexpr int kPadding = sizeof(Word) / sizeof(T);                   // Consecutive columns begin in different banks.
   constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // elements and words per store
   constexpr int kRows = kTileRows<sizeof(T)>, kElements = kRows * kTransposed;
   constexpr int kUnrolled = kWidth > 1 ? kElements : 1;

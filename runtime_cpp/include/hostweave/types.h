@@ -1,4 +1,4 @@
-// Element types, under their IR names.
+// 16-bit float types, under their IR names.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
