@@ -107,7 +107,7 @@ cudaError_t set_map(TensorMap& map, const void* at, int64_t matrices, int64_t ro
       driver ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
   if (encode == nullptr) return cudaErrorCallRequiresNewerDriver;
-  if (rows == 1) pitch = ceil_div(columns, 8) * 8;  // The stride of a dim with one element may have any value.
+  if (rows == 1) pitch = ceil_div(columns, 8) * 8;  // A dim with one element may have any valid stride.
   if (matrices == 1) stride = rows * pitch;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(matrices)};
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(pitch * 2), static_cast<cuuint64_t>(stride * 2)};

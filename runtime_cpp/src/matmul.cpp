@@ -28,7 +28,7 @@ constexpr int kTimings = 7;            // timed runs of each algorithm
 constexpr float kClearly = 0.98f;      // an algorithm replaces the best so far if its time is at most this share of the best time
 constexpr int64_t kScaledStep = 16;    // cuBLASLt multiplies 8-bit floats only if k and n are multiples of this
 constexpr int64_t kScaledBlock = 128;  // with block scales: elements of the inner dim per scale
-constexpr int64_t kScalesStep = 4;     // with block scales: divides the padded row length of scales and the rows of operand a
+constexpr int64_t kScalesStep = 4;     // with block scales: rows of operand a, and padded rows of scales, are multiples of it
 constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches of an H200: a memset of this size evicts the operands
 
 struct Matrix {
@@ -84,7 +84,7 @@ std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c)
   return result;
 }
 
-// True if the matrices of a batch follow each other like the rows of one tall matrix.
+// True if the rows of all matrices of a batch form one tall matrix.
 bool rows_follow(const Matrix& x, int64_t stride) { return stride == x.rows * x.row_stride || (x.rows == 1 && x.row_major()); }
 
 Problem simplified(const Strided& a, const Strided& b, const Strided& c) {

@@ -13,7 +13,7 @@
 namespace hw {
 namespace {
 
-// Live range [first, last) of a buffer. Other streams can reuse the bytes only from `visible_at` on.
+// Live range [first, last) of a buffer. If a stream owns the buffer, other streams can reuse the bytes only from `visible_at` on.
 struct Use {
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 

@@ -76,7 +76,7 @@ void close_file_of(uint64_t token) {
   }
 }
 
-// Returns null if the file cannot be opened, cannot be mapped, or belongs to another group.
+// Returns null if the file cannot be opened or mapped, or is not the file of this group.
 Segment* map_segment(const Maker& maker) {
   const std::string path = "/proc/" + std::to_string(maker.process) + "/fd/" + std::to_string(maker.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -228,8 +228,8 @@ std::vector<GivenUp>& given_up() {  // memory that is not yet freed; guarded by 
   return *all;
 }
 
-// Frees released memory of the current device only. For another device, cudaFree would wait for work that may wait for this
-// thread.
+// Frees memory for which is_free() is true, of the current device only. For another device, cudaFree would wait for work that may
+// wait for this thread.
 void free_what_is_unmapped() {
   int device = 0;
   HW_CHECK(cudaGetDevice(&device));

@@ -48,7 +48,7 @@ cudaError_t CallOrder::end_call(cudaStream_t caller) {
   if (!capturing_) return cudaEventRecord(last_call_[0], caller);
   if (of_kernels) return cudaSuccess;
   if (const cudaError_t error = cudaEventRecordWithFlags(last_call_[0], caller, cudaEventRecordExternal)) return error;
-  // The next call in the capture waits for this second record. So that call records last_call_ after this call.
+  // The next call in the capture waits for this second record, and records last_call_ only then.
   return cudaEventRecord(in_capture_[0], caller);
 }
 
