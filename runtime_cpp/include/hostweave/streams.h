@@ -9,7 +9,7 @@
 
 namespace hw {
 
-// Event with a type of its own, which selects the overloads below.
+// Event. This type selects the overloads below.
 class EventOfCall {
  public:
   explicit EventOfCall(cudaEvent_t event) : event_(event) {}
