@@ -165,8 +165,8 @@ struct Columns {  // for (const Column j : columns)
 
 #ifdef __CUDACC__
 
-// Programmatic dependent launch: lets the next kernel on the stream start. The next kernel calls griddep_wait to wait until this
-// kernel has ended.
+// Programmatic dependent launch: the next kernel on the stream may start when all blocks have called this function. The next
+// kernel calls griddep_wait to wait until this kernel has ended.
 HW_DEVICE void griddep_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -245,7 +245,7 @@ __device__ T reduce_block(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// Reduces the values of the threads that own the same columns. The threads of the first row get the results.
+// Reduces the values of the threads that own the same columns. The first kTile / kWidth threads get the results.
 template <int kThreads, class T, int kWidth, class ReduceOp>
 __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, ReduceOp reduce_op) {
   constexpr int kAside = kTile / kWidth, kWarps = kThreads / 32;

@@ -1,8 +1,9 @@
 // Kernel launches in plain C++. hw::launch(kernel, grid, stream, args...) is
 // kernel<<<blocks, threads, shared, stream>>>(args...). hw::launch_pdl launches kernels that call hw::griddep_wait(). On compute
-// capability 9.0 or later, hw::launch_pdl uses programmatic dependent launch unless `at_once` is set: blocks of the kernel may
-// start before earlier work on the stream has ended. This saves about a microsecond. The CPU device uses declared accesses to
-// detect races. Generated kernels declare accesses by HW_TOUCHES. Launches of user kernels use hw::reads and hw::writes.
+// capability 9.0 or later, hw::launch_pdl uses programmatic dependent launch unless `at_once` is set. A programmatic dependent
+// launch saves about a microsecond: blocks of the kernel may start before earlier work on the stream has ended. The CPU device
+// uses declared accesses to detect races. Generated kernels declare accesses by HW_TOUCHES. Launches of user kernels use
+// hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -83,9 +84,9 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// Grid of a kernel that finds the first `first` of n elements of each row in sorted order. A cluster sorts a row. The cluster has
-// one block per kSorted elements, up to a limit that falls with the number of rows. If all elements are sorted and the rows are
-// few and long, the whole grid sorts each row.
+// Grid of a kernel that finds the first `first` of n elements of each row in sorted order. If all elements are sorted and the
+// rows are few and long, the whole grid sorts each row. Otherwise a cluster sorts each row. The cluster has one block per kSorted
+// elements, up to a limit that falls with the number of rows.
 inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {

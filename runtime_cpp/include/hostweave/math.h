@@ -57,7 +57,7 @@ class Divisor {
 };
 
 // Approximations for kernels with elements of at most 16 bits. Errors are up to about 100 ulp for exp and sigmoid. erf is the
-// rational function of XLA and Eigen. gelu has a relative error of up to 1e-5, by Abramowitz and Stegun 7.1.26 with
+// rational function of XLA and Eigen. gelu has a relative error of up to about 1e-5, by Abramowitz and Stegun 7.1.26 with
 // coefficients for small relative error.
 #ifdef __CUDACC__
 HW_DEVICE float fast_exp(float x) { return __expf(x); }

@@ -1,4 +1,4 @@
-// Matmuls by cuBLASLt or, for few rows, by kernels of this package. `prepare` makes plans; calls only enqueue work.
+// Matmuls by cuBLASLt or, for few rows, by kernels of this package. `prepare` makes plans; `multiply` only enqueues work.
 #pragma once
 #include <cublasLt.h>
 
@@ -53,12 +53,12 @@ class MatmulPlan {
   // Matmul of 8-bit floats with scales.
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
-  // Selects an algorithm, unless these shapes are among the last kMostPlans prepared shapes. Selection may wait for the device.
+  // Selects an algorithm, unless these layouts are among the last kMostPlans prepared layouts. Selection may wait for the device.
   // If Rank::measures(), measures algorithms that cuBLASLt recommends, and selects by time. Throws ExecutionError if cuBLASLt
   // does not support the matmul.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
-  // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare. Calls cublasLtMatmul several times if the
+  // c = activation(scale a b + accumulate + bias), for the layouts of the last prepare. Calls cublasLtMatmul several times if the
   // leading dims have no common batch stride.
   cublasStatus_t multiply(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
 
