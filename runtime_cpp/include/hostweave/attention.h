@@ -28,7 +28,7 @@ struct AttentionOptions {
   bool is_packed = false;                     // sequences are packed; a row attends only to columns of its sequence
   bool blind_zeros = false;                   // a row without columns gives zeros instead of an error
   int streams = 1;                            // number of streams on which calls of the plan may run concurrently
-  const AttentionKernels* kernels = nullptr;  // for problems that cuDNN does not support
+  const AttentionKernels* kernels = nullptr;  // for bias gradients, and for problems that cuDNN does not support
 };
 
 // Optional operands of a call. lse is [batch, heads, rows], and lengths are [batch]. Offsets are [batch, sequences + 1]: the

@@ -1,4 +1,5 @@
-// Arguments of this package's attention kernels. On GPUs, these kernels compute the problems that cuDNN does not support.
+// Arguments of this package's attention kernels. On GPUs, these kernels compute bias gradients, and the problems that cuDNN does
+// not support.
 #pragma once
 #include <cstdint>
 

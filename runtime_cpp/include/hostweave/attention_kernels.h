@@ -1,5 +1,5 @@
-// Attention by tiles of f32 scores, for both targets. A thread block owns kAttentionTile rows of a head, and loops over the
-// columns of the scores. When the maximum of a row grows, the block rescales the row's sums (Milakov and Gimelshein, "Online
+// Attention by tiles of f32 scores, on GPUs and the CPU device. A thread block owns kAttentionTile rows of a head, and loops over
+// the columns of the scores. When the maximum of a row grows, the block rescales the row's sums (Milakov and Gimelshein, "Online
 // normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). For the gradients of keys and values, a block
 // owns columns and loops over rows. Each result is written by one block, so results are deterministic.
 #pragma once

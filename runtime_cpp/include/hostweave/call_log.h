@@ -38,7 +38,7 @@ class CallLog {
 
   // Begins a call. All work that is enqueued until `end_call` belongs to the call.
   void begin_call();
-  // Ends the call. All work of the call is on `caller`, or on streams that `caller` waits for. Throws ExecutionError if CUDA
+  // Ends the call. All work of the call must be on `caller`, or on streams that `caller` waits for. Throws ExecutionError if CUDA
   // fails.
   void end_call(cudaStream_t caller);
   // Declares that the call launches a graph of these ops.
@@ -63,7 +63,7 @@ class CallLog {
   LoggedOps* captured();
   void forget(LoggedOps* ops);
 
-  // --- for the streams, events and channels that a line uses
+  // --- for HW_CHECK, and for the streams, events and channels that a line uses
 
   void on(cudaStream_t stream, const char* name, int index);
   void over(const Channel& channel);
@@ -79,7 +79,7 @@ class CallLog {
   struct State {
     int64_t made;            // number of calls, plus begun graph launches by the application
     int64_t done;            // number of these calls and launches that are done
-    double waiting_seconds;  // since the first unfinished call began; for graph launches see Progress::look
+    double waiting_seconds;  // since the first unfinished call began; Progress::look also considers graph launches
   };
   State state();
   // Reads the state of the streams in an unfinished graph launch by the application or, if there is none, in the first unfinished
