@@ -205,8 +205,8 @@ struct CallLog::Calls {
     }
   }
 
-  // Returns an unfinished launch by the application, because all calls before a started launch are done. If there is no such
-  // launch, returns the first unfinished call.
+  // Returns an unfinished launch by the application, if there is one: all calls before this launch are done. Otherwise returns
+  // the first unfinished call.
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int64_t kWide = 16;  // bytes of a read
 
-// Distance of adjacent elements along a dim. Returns 1 if the dim has at most one element; its stride may then have any value.
+// Distance between adjacent elements along a dim. Returns 1 if the dim has at most one element; its stride may then have any
+// value.
 int64_t step(const Strided& x, int dim) { return x.shape[dim] <= 1 ? 1 : x.strides[dim]; }
 
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kWide == 0; }

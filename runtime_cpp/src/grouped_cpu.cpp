@@ -37,7 +37,7 @@ void fill(const Call& call, int64_t begin, int64_t end) {
 
 void multiply(const Call& call) {
   const auto& [types, p] = call;
-  int64_t last = 0, done = 0;  // global end of the last group; number of local rows written so far
+  int64_t last = 0, done = 0;  // greatest global end so far; number of local rows written so far
   for (int64_t e = 0; e < p.groups; ++e) {
     const int64_t start = p.starts[e], end = p.ends[e];
     if (start < end && start < last) {

@@ -84,8 +84,8 @@ __device__ inline void sync_warps(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Sets the number of registers of each thread. Code of nvcc omits this instruction, because the assembler of nvcc 13.0 crashes on
-// it without optimisation.
+// Sets the number of registers of each thread, in code that NVRTC compiles. The assembler of nvcc 13.0 crashes on this
+// instruction without optimisation.
 template <int kCount, bool kMore>
 __device__ void set_registers() {
 #ifdef __CUDACC_RTC__
@@ -115,7 +115,7 @@ class WarpgroupProducts {
   static constexpr int kRows = kWarpgroupRows, kColumns = kWarpgroupColumns, kDepth = 64;
   static constexpr int kRowBytes = kDepth * 2, kBox = 64 * kRowBytes;  // bytes of a box of 64 x 64 elements
   static constexpr int kBytesA = kRows * kRowBytes, kBytes = kBytesA + kColumns * kRowBytes;
-  static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows per copy
+  static constexpr int kBoxRows = kFew ? kFewBoxRows : 64;  // rows per copy of x
   // Number of columns that a warpgroup stores at once. With kFew, these are all columns of the tile, because storing a tile takes
   // longer than multiplying the next tile.
   static constexpr int kStaged = kFew ? kColumns : 128;
@@ -279,8 +279,8 @@ class WarpgroupProducts {
     sync_warps(kAllBarrier, kGroupedThreads);
   }
 
-  // Stores 64 rows through shared memory, or `rows` if they are fewer. One thread copies whole boxes. All threads copy the last
-  // rows of a group.
+  // Stores 64 rows through shared memory, or `rows` if they are fewer. One thread copies boxes if kOuter, or if there are 64
+  // rows. Otherwise all threads of the warpgroup copy the rows.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup_;
     const unsigned staged = stages_ + kStages * kBytes + warpgroup_ * (64 * kStaged * 2);
