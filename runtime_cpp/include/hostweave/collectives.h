@@ -1,6 +1,6 @@
 // Collectives on dims that may be sharded unevenly. If all shards are equal, all_gather and reduce_scatter are one NCCL
-// collective. Otherwise, each is an NCCL group with one call per non-empty shard. all_to_all always sends and receives blocks.
-// Each rank knows all sizes, so the calls of all ranks match.
+// collective. Otherwise, each is an NCCL group with one call per non-empty shard. all_to_all always has one send or receive per
+// non-empty shard. Each rank knows all sizes, so the calls of all ranks match.
 #pragma once
 #include <nccl.h>
 

@@ -13,7 +13,7 @@
 #define HW_UNROLL
 #endif
 
-// CUDA keywords of user kernels, unless a CUDA header has defined them.
+// Defines CUDA keywords of user kernels for compilers that lack them.
 #ifndef __device__
 #define __device__
 #define __forceinline__ inline

@@ -20,7 +20,7 @@ class ExecutionError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A call could not be captured. The program remains usable.
+// A capture failed, or a stream that is being captured does not allow the call. The program remains usable.
 class CaptureError : public ExecutionError {
  public:
   using ExecutionError::ExecutionError;

@@ -70,7 +70,7 @@ __device__ inline uint2 four_terms(const uint4& v, int i, f8e4m3) {
 
 #endif
 
-// Sums of a warp, padded against bank conflicts.
+// Sums of a warp or of a thread block, padded against bank conflicts.
 using ProductSums = float[kFewRows][kProductColumns + 1];
 
 template <class Sums>
@@ -261,7 +261,7 @@ __device__ WarpPart warp_part(int terms) {
 }
 
 // Calls end(row, column, sums) once for each row and column; `sums` has one sum per matmul. May prefetch weights before
-// hw::griddep_wait(). With `kOfBlocks`, there are scales for each 128 terms.
+// hw::griddep_wait(). With `kOfBlocks`, multiplies the sums of each 128 terms by their scales.
 template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = false, int kGroups = 1, class T, int kCount,
           class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {

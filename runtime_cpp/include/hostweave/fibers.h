@@ -1,5 +1,6 @@
-// Gather, scatter, scans and sorting. A fiber is a 1-D slice of an array along the dim of the op. If the fibers of the result are
-// contiguous, a block or a team of blocks processes a fiber. Otherwise, a thread processes a fiber or a part of a fiber.
+// Scatter, scans and sorting, and the indices of gathers. A fiber is a 1-D slice of an array along the dim of the op. If the
+// fibers of the result are contiguous, a block or a team of blocks processes a fiber. Otherwise, a thread processes a fiber or a
+// part of a fiber.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -194,8 +195,8 @@ HW_DEVICE void group_order(Fibers, Fiber<T> x, Fiber<U> y) {
   for (int64_t i = total; i < x.length; ++i) order.index(i) = 0;
 }
 #ifdef __CUDACC__
-// Divides the elements into consecutive parts. One warp per part counts the elements of each group. Elements of one group keep
-// their order.
+// Divides the elements into consecutive parts. One warp per part counts the elements of each group. With more than 9216 groups,
+// one thread sorts all elements. Elements of one group keep their order.
 template <int kGroups, class T, class U>
 __device__ void group_order(BlockFibers block, Fiber<T> x, Fiber<U> y) {
   constexpr int kFit = 9216 / kGroups, kMost = kFit < 32 ? kFit : 32, kAtOnce = 4;
