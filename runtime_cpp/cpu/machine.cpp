@@ -62,7 +62,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   if (seeded()) return nullptr;
   try {
     start_workers();
-  } catch (const std::system_error&) {  // A worker could not start. The other workers must end before their destructors run.
+  } catch (const std::system_error&) {  // A worker could not start. Stops the other workers.
     stop_workers();
     throw;
   }

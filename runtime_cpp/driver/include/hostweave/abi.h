@@ -40,7 +40,7 @@ struct MeshChannel {
   Transport transport = Transport::two_sided;
 };
 
-// A channel along axes of a mesh that contains only some of the program's ranks.
+// A channel along axes of another mesh of the program.
 struct SubmeshChannel {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
   const char* axes;  // axes along which the ranks of a process group differ: "x"
@@ -72,7 +72,8 @@ struct Calls {
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
   // Enqueues the program, ordered with the work on `caller`. The inputs have the prepared shapes.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
-  // begin_call and end_call enclose the work of a call on `caller`; see CallOrder. `run` calls both. A graph launch needs both.
+  // begin_call and end_call enclose the work of a call on `caller`; see CallOrder. `run` calls both. The driver
+  // calls both around a graph launch.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
   cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
   // Returns part `part` of the memory for temporaries, or null if there are fewer parts.

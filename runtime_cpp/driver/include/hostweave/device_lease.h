@@ -41,8 +41,8 @@ class DeviceLease {
   static std::string stopped(const std::string& party);
 
   // Calls `release`, which frees device resources, while no party holds a lease: now if possible, otherwise later on another
-  // thread. On CUDA, always calls `release` now. Does not wait for leases, because other ranks may wait for the calling
-  // rank. Deferred releases run in FIFO order.
+  // thread. On CUDA, always calls `release` now. Does not wait for leases of ranks, because other ranks may wait for the
+  // calling rank. Deferred releases run in FIFO order.
   static void free(std::function<void()> release);
 
  private:
