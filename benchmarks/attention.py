@@ -1,4 +1,4 @@
-"""Causal bf16 attention, forward and backward: on one GPU compared with torch with cuDNN, and on two GPUs with one GPU.
+"""Causal bf16 attention, forward and backward. One GPU is compared with torch with cuDNN, and two GPUs are compared with one.
 
 Cases of Llama 3 8B have 32 heads of queries and 8 heads of keys. Cases of Llama 3 70B at TP 8 have 8 heads of queries and one head of keys
 per rank. Other cases shard the sequence over two GPUs, in order or in zigzag. In zigzag, each GPU has one piece of each half of the
@@ -27,7 +27,7 @@ CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
 TORCH_TIMES = 1.03  # largest allowed ratio to torch's time
 SHARED = 32768  # rows that are sharded over two GPUs
-ROUNDS = 3  # number of rounds, and of calls per round; each round copies the arrays to the GPUs again
+ROUNDS = 3  # number of rounds, and of timed calls per round; each round copies the arrays to the GPUs again
 SPEEDUP = 1.7  # smallest allowed speed-up of two GPUs over one GPU, in zigzag
 
 Attend = Callable[[], Any]

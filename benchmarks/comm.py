@@ -82,7 +82,7 @@ def main() -> None:
     ranks = len(gpus())
     print(f"{ranks} GPUs; added host time of a call in us (limit {MORE_US}), and share of NCCL's bandwidth (limit {OF_BANDWIDTH})")
     for name, (*_, calls) in COMMUNICATIONS.items():
-        # The check is off, because a reduce writes the output of only one rank, and the check rejects this.
+        # The check is off, because reduce and gather write the output of only one rank, and the check rejects this.
         program = hw.compile(hw.HostProgram.parse(text_of(name, ranks)), target="cuda", options=hw.Options(check=False))
         bare = _bare(program, calls.replace("{ranks}", str(ranks)).replace("{{", "{").replace("}}", "}"))
         for size, log in SIZES.items():

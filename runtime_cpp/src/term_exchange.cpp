@@ -20,7 +20,7 @@ namespace {
 
 std::mutex words_mutex;
 
-// Abort word of each communicator, in host memory. Waiting kernels of the communicator poll the word.
+// Abort words in host memory, by communicator. Waiting kernels poll the word of their communicator.
 std::map<ncclComm_t, uint32_t*>& words() {  // guarded by words_mutex
   static auto* const all = new std::map<ncclComm_t, uint32_t*>;
   return *all;

@@ -195,7 +195,7 @@ void register_window(const Channel& channel, void* data, size_t bytes, Registere
     if (!base) {
       throw ExecutionError(
           "this rank cannot reach the memory of rank " + std::to_string(peer) +
-          " of the channel, which is on another host or has no peer access; compile with transport=\"two_sided\"");
+          " of the channel: that rank is on another host or has no peer access; compile with transport=\"two_sided\"");
     }
     made.peers[peer] = static_cast<char*>(base);
   }
