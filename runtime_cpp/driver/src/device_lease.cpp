@@ -29,7 +29,7 @@ Devices& devices = *new Devices;  // The object is never destroyed, because a de
 const std::string kReaper = "what is freed";
 thread_local bool is_freeing = false;  // this thread runs a release
 
-// Runs one release. The lock is held and no lease exists.
+// Runs one release, without the lock. The caller holds the lock, and no lease exists.
 void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& release) {
   devices.turns = 1;
   devices.party = kReaper;

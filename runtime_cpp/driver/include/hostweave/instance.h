@@ -48,7 +48,7 @@ class Pulse {
   Events fork_{1}, join_{1}, done_{1};
 };
 
-// Progress of a program's calls. One thread makes the calls. Any thread may read the progress.
+// Progress of a program's calls. Only one thread at a time makes calls. Any thread may read the progress.
 class Progress {
  public:
   CallLog& log() { return log_; }
@@ -89,7 +89,7 @@ class Table {
  public:
   explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
 
-  // Throws ArgumentError if the number of `inputs` differs from the number of unbound inputs.
+  // Sets the addresses of `tensors`. Throws ArgumentError if the number of `inputs` or of `tensors` is wrong.
   void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
 
  private:
@@ -100,7 +100,7 @@ class Table {
 enum class Graphs {
   never,
   noted,     // no graphs, but records the call's arrays for later calls with `repeated`
-  repeated,  // a graph if the arrays are the same as in an earlier call
+  repeated,  // a graph if a call with the same arrays and shapes is recorded
   all,
 };
 
@@ -150,7 +150,8 @@ class Instance {
   Standstill standstill();
   // Number of cached graphs.
   int64_t graphs() const;
-  // Number of calls whose arrays differed from the arrays of all recorded calls. Calls with Graphs::never do not count.
+  // Number of calls whose arrays or shapes differed from those of all recorded calls. Calls with Graphs::never, and calls in a
+  // capture by the application, do not count.
   int64_t unseen() const { return unseen_; }
 
  private:

@@ -71,13 +71,13 @@ class Member {
   // memory, or "" if no reason is known.
   std::string out_of_reach(const ProgramTable& program);
 
-  // add_graph registers a graph that uses channels of the member, and destroy_graph destroys the graph. An abort also destroys
-  // registered graphs, because NCCL destroys a communicator only after the graphs that use the communicator.
+  // add_graph registers a graph that uses channels of the member, and destroy_graph destroys the graph. An abort also tries to
+  // destroy registered graphs, because NCCL destroys a communicator only after the graphs that use the communicator.
   void add_graph(cudaGraphExec_t graph);
   void destroy_graph(cudaGraphExec_t graph);
 
-  // Ends all waits for other ranks. Destroys the graphs if the running call then ends soon. Any thread may call this function.
-  // The member is unusable afterwards.
+  // Ends all waits for other ranks, except in adopted communicators on GPUs. Destroys the graphs if the running call then ends
+  // soon. Any thread may call this function. The member is unusable afterwards.
   void abort(const std::string& reason);
   // Makes later runs of the ranks of the group in this process fail. Also makes blocked runs fail if the target supports this.
   // Later calls do not replace the reason.
@@ -130,7 +130,7 @@ class Member {
   bool processes_;
   std::timed_mutex in_use_;
   std::mutex owned_mutex_;
-  std::vector<ncclComm_t> owned_;                  // communicators of the channels of rank_
+  std::vector<ncclComm_t> owned_;                  // communicators that `connect` created
   std::vector<std::unique_ptr<PeerGroup>> peers_;  // groups of the channels with transport `peer`
   std::set<cudaGraphExec_t> graphs_;
   std::atomic<bool> aborted_ = false;

@@ -19,7 +19,7 @@ struct ProcessGroup {
   std::vector<int64_t> ranks = {};  // world ranks, in the order of the group
   Transport transport = Transport::two_sided;
 
-  // Name for messages: the axes, and the transport unless it is the default.
+  // The axes, and the transport unless it is the default.
   std::string name() const { return transport == Transport::two_sided ? axes : axes + " " + name_of(transport); }
 };
 

@@ -41,8 +41,8 @@ class StagedCalls {
   // Enqueues all calls, and waits until they are done. Copies inputs and outputs on the stream of the calls. With `poison`, fills
   // outputs and temporaries with NaN before each call.
   void run(const Schedule& schedule, bool poison);
-  // Times `repetitions` repetitions of the first call, after `warmups` untimed repetitions. All ranks start each timed
-  // repetition together. The times exclude copies of arrays.
+  // Times `repetitions` repetitions of the first call, after `warmups` untimed repetitions. All ranks start each repetition
+  // except the first together. The times exclude copies of arrays.
   std::vector<Timing> measure(const Schedule& schedule, int warmups, int repetitions, Gate& gate);
 
  private:
