@@ -67,8 +67,8 @@ bool packs(const AttentionProblem& p) {
 // True if the kernels of this package compute a problem, because cuDNN does not support it. cuDNN supports only 16-bit floats,
 // and only packed problems that `packs` accepts. With a bias, cuDNN supports no window. In causal attention with a bias, the
 // diagonal must start at the top left, or the only row of q must attend to all columns. In causal attention with
-// lengths, the diagonal must start in a corner. If the diagonal starts after the first column and reaches the last column before
-// the last row, cuDNN supports no window and no backward pass.
+// lengths, the diagonal must contain a corner of the scores. If the diagonal starts after the first column and reaches the last
+// column before the last row, cuDNN supports no window and no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -218,8 +218,8 @@ cudaError_t clear(const Gradients& of, void* k_gradient, void* v_gradient, int64
   return status == cudaSuccess ? clear(v_gradient, of.v, first, of.v.rows, stream) : status;
 }
 
-// Describes packed sequences to cuDNN, with one batch element per sequence. The maximum length of a sequence is the number of all
-// rows.
+// Describes packed sequences to cuDNN, with one batch element per sequence. The maximum length of a sequence is the number of
+// rows of a batch element.
 AttentionProblem of_sequences(AttentionProblem p) {
   std::vector<Heads*> operands{&p.q, &p.k, &p.v, &p.o};
   if (p.gradients) operands.insert(operands.end(), {&p.gradients->o, &p.gradients->q, &p.gradients->k, &p.gradients->v});
@@ -235,7 +235,7 @@ AttentionProblem of_sequences(AttentionProblem p) {
 // Layout of a contiguous array of the same shape.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
-// Up to two cuDNN plans for a problem. cuDNN needs a diagonal that starts in a corner of the scores. So the plans omit rows that
+// Up to two cuDNN plans for a problem. cuDNN needs a diagonal that contains a corner of the scores. So the plans omit rows that
 // attend to no column. If the last rows attend to all columns, a plan without a mask computes these rows. In a backward pass, the
 // plan without a mask may instead compute gradients of columns to which all rows attend.
 struct OnCuda : PlannedAttention {
@@ -247,7 +247,7 @@ struct OnCuda : PlannedAttention {
   const AttentionKernels* kernels = nullptr;  // kernels of this package, if used
   bool is_alone = false;                      // true if the problem needs only `kernels`
   int64_t blind = 0;                          // leading rows that attend to no column
-  int64_t columns = whole.k.rows;             // columns to which some row attends
+  int64_t columns = whole.k.rows;             // columns up to the last to which a row attends
   std::list<Part> parts;
   std::shared_ptr<void> terms;  // gradient of the queries by the first of two parts
   AddedRows sums{};             // adds `terms` to the gradient of the queries

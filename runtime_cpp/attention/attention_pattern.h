@@ -80,7 +80,7 @@ class Pattern {
     const Value powers = exp_of(minus(scores, largest));
     const Value sums = graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, powers);
     const Value logarithms = graph_.pointwise(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sums);
-    // cuDNN needs this op even if the caller requests no log-sum-exps.
+    // cuDNN needs this sum even if the caller requests no log-sum-exps.
     const Value lse = options_.has_lse ? lse_of() : graph_.between(CUDNN_DATA_FLOAT, of_rows_);
     graph_.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
     const Value weights = graph_.pointwise(CUDNN_POINTWISE_DIV, type_, powers, sums);
@@ -185,7 +185,7 @@ class Pattern {
     graph_.reduce_to(result, CUDNN_REDUCE_TENSOR_ADD, of_heads);
   }
 
-  // Applies lengths, the diagonal and the window. cuDNN recognises only diagonals that start in a corner.
+  // Applies lengths, the diagonal and the window. cuDNN recognises only diagonals that contain a corner of the scores.
   Value masked(Value scores) {
     const int64_t diagonal = problem_.diagonal, count = scores_[2];
     const auto integer = [&](int64_t value) { return graph_.number(static_cast<int32_t>(value)); };

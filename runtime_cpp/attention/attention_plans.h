@@ -1,4 +1,4 @@
-// Attention problems and plans, common to both targets.
+// Attention problems and plans, common to CUDA and the CPU device.
 #pragma once
 #include <compare>
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Gradients {
 
 struct AttentionProblem {
   Heads q, k, v, o;
-  int64_t diagonal = 0;                // row i attends to columns up to i + diagonal; AttentionOptions::from_end adds the length
+  int64_t diagonal = 0;                // if causal: row i attends to columns up to i + diagonal, plus the length if `from_end`
   std::optional<Gradients> gradients;  // set for a backward pass
   Heads bias{};                        // bias of the scores; strides are 0 along broadcast dims
   int64_t sequences = 0;               // packed sequences per batch element
@@ -39,7 +39,7 @@ struct AttentionProblem {
   std::vector<Heads> operands() const;
 };
 
-// Plan of one problem on one target.
+// Plan of one problem.
 struct PlannedAttention {
   PlannedAttention(const AttentionProblem& problem, const AttentionOptions& options);
   virtual ~PlannedAttention() = default;

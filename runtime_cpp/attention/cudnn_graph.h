@@ -71,7 +71,7 @@ inline Dims turned(const Dims& x) { return {x[0], x[1], x[3], x[2]}; }
 // A graph of ops on numbered tensors. Numbers below 16 belong to the caller.
 class Graph {
  public:
-  // With `offsets`, each batch element starts at the given offset instead of a multiple of the stride.
+  // With `offsets`, each batch element starts at the given offset instead of a multiple of the batch stride.
   Value tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& offsets = {}) {
     return make(number, type, dims, strides, false, false, offsets);
   }

@@ -228,7 +228,7 @@ std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
   return {state.made, state.done, state.waiting_seconds};
 }
 
-// State of the streams of the rank in an unfinished call, in the format of runtime/standstill.py.
+// State of the streams of the rank in an unfinished call or graph launch, in the format of runtime/standstill.py.
 py::dict standstill(hw::Instance& instance) {
   hw::Standstill seen;
   {
@@ -332,7 +332,7 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"), WithoutGil())
       .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), WithoutGil(),
-           py::keep_alive<0, 1>())  // NCCL destroys a communicator only after the graphs that use the communicator.
+           py::keep_alive<0, 1>())  // A communicator must outlive the graphs that use it.
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"), WithoutGil())
       .def("progress", progress, WithoutGil())
       .def("standstill", standstill)

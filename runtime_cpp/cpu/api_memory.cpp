@@ -116,7 +116,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
       std::memcpy(dst, staged.data(), staged.size());
     };
   } else {
-    // Other copies from or to pageable memory block until they are done, as in CUDA.
+    // Other copies between pageable memory and a device block until they are done, as in CUDA.
     blocks |= c.kind == cudaMemcpyHostToDevice && is_pageable(c.src);
     blocks |= c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst);
     op->work = [c] { move(c); };
