@@ -11,7 +11,7 @@ from hostweave.compiled import Compiled
 from hostweave.host_ir.size_requirements import are_divided, undivided
 from hostweave.types.machine import Machine
 
-MOST_PER_GROUP = 16  # most variants per owner in `at_sizes`; each variant has its own memory
+MOST_PER_GROUP = 16  # maximum number of variants per owner in `at_sizes`; each variant has its own memory
 
 Constants = tuple[tuple[str, int], ...]
 
@@ -28,14 +28,14 @@ R = TypeVar("R", bound=Runner)
 
 
 class Variants(Generic[R]):
-    """The variants of one program. A variant is compiled when a call first needs it. Iteration yields all variants that exist. Only
+    """The variants of one program. A variant is compiled when a call first needs it. Iteration yields all variants that are kept. Only
     information that all ranks share selects a variant, so all ranks select the same one."""
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
         """`running` creates the object that runs a variant."""
         self._compiled, self._running = compiled, running
         self._made: dict[Hashable, R | None] = {}  # None if the variant would equal the program itself
-        # Latest variants with constants in place of sizes, by group. For `run`, the key is the runner.
+        # Latest variants of `at_sizes`, by owner.
         self._at_sizes: WeakKeyDictionary[object, dict[Constants, R | None]] = WeakKeyDictionary()
         self._compiled_at = lru_cache(MOST_PER_GROUP)(lambda sizes: compiled.at_sizes(dict(sizes)))
         self._lock = reset_after_fork(threading.Lock())
@@ -70,7 +70,7 @@ class Variants(Generic[R]):
             return self._made[names]
 
     def at_sizes(self, sizes: Mapping[str, int], owner: object) -> R | None:
-        """The program with constants in place of the sizes that ranks cannot split evenly. None if there are no such sizes, or if
+        """The program with constants in place of the sizes that `undivided` finds. None if it finds no sizes, or if
         `Compiled.at_sizes` returns None.
 
         `owner` is a group, or the runner of `Program.run`. Each owner keeps the variants for its last few sizes. All ranks of a group make

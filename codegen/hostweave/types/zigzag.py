@@ -31,7 +31,7 @@ class Zigzag(tuple[str, ...]):
 
 
 def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
-    """Filters axes. A Zigzag stays a Zigzag if all axes are kept, or if `ranks_stay` states that dropped axes have size 1."""
+    """Filters axes. A Zigzag stays a Zigzag if all axes are kept, or if some are kept and `ranks_stay` states that the rest have size 1."""
     kept = tuple(filter(keep, axes))
     return Zigzag(kept) if isinstance(axes, Zigzag) and kept and (ranks_stay or len(kept) == len(axes)) else kept
 
