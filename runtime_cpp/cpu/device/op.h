@@ -114,7 +114,7 @@ struct Op {
   Stream* stream = nullptr;
   Ranges ranges;
   std::function<void()> work;              // runs without the lock; may be empty
-  std::vector<Part> parts;                 // calls of a collective or group; they begin and end together
+  std::vector<Part> parts;                 // NCCL calls of the op; they begin and end together
   std::vector<std::shared_ptr<Op>> after;  // ops that must end before this op begins
   std::vector<SignalTurn> awaits;          // signals that must arrive before this op begins
   std::vector<SignalTurn> gives;           // signals that are given when this op ends

@@ -1,7 +1,7 @@
 // Communicators over shared memory, for ranks that are processes of one host.
 //
 // The memory is an anonymous file. Other processes open the file by process id and file descriptor. The OS frees the memory when
-// the last process ends.
+// no process maps it or has it open.
 #pragma once
 #include <atomic>
 #include <cstddef>

@@ -1,5 +1,5 @@
-// The two 8-bit floats of CUDA's cuda_fp8.h. Conversion rounds to nearest even and saturates (__NV_SATFINITE). NaN stays NaN. The
-// code uses builtins instead of <cmath>, because every program includes this header and <cmath> compiles slowly.
+// __nv_fp8_e4m3 and __nv_fp8_e5m2 of CUDA's cuda_fp8.h. Conversion rounds to nearest even and saturates (__NV_SATFINITE). NaN
+// stays NaN. The code uses builtins instead of <cmath>, because every program includes this header and <cmath> compiles slowly.
 #pragma once
 
 typedef unsigned char __nv_fp8_storage_t;

@@ -57,9 +57,9 @@ int hw_cpu_pause(void);
 // Reports a failure outside the device, which stops all ranks: until hw_cpu_configure, calls that wait, enqueue or allocate fail.
 void hw_cpu_abort(const char* reason);
 
-// Fault injection: makes the nth following call of the function `call` fail, on any thread. `call` is "cudaMalloc",
-// "cudaMallocHost", "cudaStreamCreate" or "cudaEventCreate" (the functions with flags), "ncclCommInitRank" or "cublasLtCreate".
-// If nth is 0, no call fails.
+// Fault injection: makes the nth following call of the function `call` fail, on any thread. `call` is "cudaMalloc" (or
+// ncclMemAlloc), "cudaMallocHost", "cudaStreamCreate" or "cudaEventCreate" (the functions with flags), "ncclCommInitRank" or
+// "cublasLtCreate". If nth is 0, no call fails.
 void hw_cpu_fail_call(const char* call, int nth);
 
 // Sets the source position of this thread's next calls, for reports. HW_CHECK calls this function before each call.
@@ -81,7 +81,7 @@ typedef struct hw_cpu_counters {
   uint64_t live_events;
   uint64_t live_communicators;
   uint64_t allocations;   // total allocations by cudaMalloc and ncclMemAlloc
-  uint64_t copied_bytes;  // total bytes copied between device buffers
+  uint64_t copied_bytes;  // total bytes of calls with cudaMemcpyDeviceToDevice
 } hw_cpu_counters;
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // Number of existing cublasLtMatmul descriptors.
