@@ -22,9 +22,9 @@ class Milestones {
   // Prepares a capture. Returns true if the capture can have milestones: on CUDA only if `wanted`, because milestones cost time.
   // Throws ExecutionError if CUDA fails.
   bool prepare_capture(bool wanted);
-  // Puts a milestone after the last op of a stream. In a capture, returns kNone if `prepare_capture` has not yet returned true,
-  // or if all milestones for graphs are in use. Throws ExecutionError if CUDA fails. Only one thread at a time may call this
-  // function.
+  // Puts a milestone after the last op of a stream. In a capture on CUDA, returns kNone if `prepare_capture` has not yet returned
+  // true, or if all milestones for graphs are in use. Throws ExecutionError if CUDA fails. Only one thread at a time may call
+  // this function.
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.
   void give_back(int milestone);

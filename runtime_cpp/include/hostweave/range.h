@@ -1,4 +1,4 @@
-// NVTX ranges for CUDA profilers: one per call of a program, per function, and per library call.
+// NVTX ranges for CUDA profilers: one per call of a program or function, and one per HW_CHECK.
 #pragma once
 
 namespace hw {

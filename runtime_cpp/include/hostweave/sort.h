@@ -92,8 +92,8 @@ __device__ inline void sum_before(BlockFibers block, uint32_t* counts, int n) {
   block.sync();
 }
 
-// Finds the first k = order.length elements of a long row in sorted order. Each thread computes the minimum of its elements. The
-// elements up to the k-th smallest of these minima are the candidates; there are at least k candidates. Returns false if there
+// Finds the first k = order.length elements of a long row in sorted order. Each thread computes the minimum of its keys. The
+// elements with keys up to the k-th smallest minimum are the candidates; there are at least k candidates. Returns false if there
 // are more than kSorted candidates, for example because many elements are equal.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockFibers block, Fiber<T> x, Fiber<int64_t> order, uint64_t* tile) {
@@ -120,7 +120,8 @@ __device__ bool order_few(BlockFibers block, Fiber<T> x, Fiber<int64_t> order, u
 }
 
 // Selects the first `left` elements in sorted order, and writes their indices to `tile` in any order. From equal elements,
-// selects those with low indices. Radix select: counts elements per digit, from the highest, to find the last selected key.
+// selects those with low indices. Radix select: counts elements per value of a digit, from the highest digit, to find the last
+// selected key.
 template <bool kDescending, class T>
 __device__ void choose(BlockFibers block, Fiber<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -144,7 +145,7 @@ __device__ void choose(BlockFibers block, Fiber<T> x, int64_t left, uint64_t* ti
       const bool is_last = i + 1 == kDigits;
       if (counts[i] < left && (is_last || left <= counts[i + 1])) {
         digit = i, before_digit = counts[i];
-        of_digit = is_last ? 0 : counts[i + 1] - counts[i];  // 0: the number of elements with the last digit is unknown
+        of_digit = is_last ? 0 : counts[i + 1] - counts[i];  // 0: unknown, because `counts` ends here
       }
     }
     block.sync();
