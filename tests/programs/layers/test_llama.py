@@ -1,4 +1,4 @@
-"""examples/llama.py with random checkpoints of transformers: logits, greedy tokens, and errors."""
+"""examples/llama.py: logits, greedy tokens, samples, the command, and errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(("target", "tp", "dtype", "tied"), CASES)
 def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) -> None:
-    """Covers all ranks, a second text with the same cache and graph, and a text that fills the cache."""
+    """Compares all ranks. Covers a second text with the same cache and graph, and a text that fills the cache."""
     folder, logits, tokens = checkpoint(tied)
     c, frequencies, ends = read_config(folder, dtype)
     assert (c.num_key_value_heads, c.tie_word_embeddings, c.rms_norm_eps, ends) == (4, tied, 1e-6, [])
@@ -120,8 +120,8 @@ ROWS = 2000
 
 
 def test_samples_are_among_the_most_probable_tokens() -> None:
-    """Samples come only from the smallest set of tokens whose probability reaches top_p, and from tokens that tie with its last one. Their
-    frequencies are right. Shards of the vocabulary are uneven."""
+    """Samples come only from the smallest set of tokens whose probability reaches top_p, and from tokens that tie with its last one. The
+    frequencies of the samples are right. Shards of the vocabulary are uneven."""
     dtype, vocabulary = hw.f32, 11
 
     @hw.fusion(

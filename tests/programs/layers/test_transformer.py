@@ -49,7 +49,7 @@ def programs(variant: Variant) -> Mapping[str, Fusion]:
 
 VARIANTS = (Variant(0, 1, hw.f32), Variant(0, 2, hw.bf16), Variant(2, 2, hw.f32), Variant(0, 8, hw.f32), Variant(2, 4, hw.bf16))
 NAMES = tuple(programs(VARIANTS[0]))
-# Variants of each program. Sequence-parallel programs that are not listed use the third variant, and other such programs the second.
+# Indices of the variants of a program. Programs that are not listed use variant 2 if they are sequence-parallel, and variant 1 otherwise.
 RUN = {
     "gpt_tp": (0, 4),
     "gpt_sp": (1, 3),
@@ -65,7 +65,7 @@ CASES = [
 
 
 def arrays_of(fusion: Fusion, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Inputs with a magnitude of about 1, and weights that preserve this magnitude. All are rounded to their dtypes."""
+    """Activations with a magnitude of about 1, and weights that preserve this magnitude. All arrays are rounded to their dtypes."""
     random = np.random.default_rng(len(fusion.name))
     arrays = {}
     for value in fusion.inputs:

@@ -103,7 +103,7 @@ def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
     return found[(found >= low) & (found <= high)]
 
 
-# Ranges of arguments of functions that are not defined everywhere.
+# Ranges of arguments of functions that are not tested with all numbers.
 RANGES = {
     **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), (0, np.inf)),
     **dict.fromkeys(("asin", "acos", "atanh"), (-1, 1)),

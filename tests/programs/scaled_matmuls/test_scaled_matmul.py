@@ -45,7 +45,7 @@ def scales_of(kind: str, m: int, k: int, n: int) -> tuple[tuple[int, int], tuple
 
 
 def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> dict[str, Array]:
-    """Operands a [M, K] and w [N, K]. The scales have many magnitudes."""
+    """Operands a [M, K] and w [N, K], and their scales s and t, which have many magnitudes."""
     random = np.random.default_rng(len(kind))
     of_a, of_b = scales_of(kind, m, k, n)
     made = {name: random.standard_normal(shape) for name, shape in (("a", (m, k)), ("w", (n, k)))}
@@ -101,7 +101,7 @@ def product(
 
 
 def given_to(splits: str, **given: dict[str, Array]) -> dict[str, Array]:
-    """Arguments of a fusion made by `product`, from arrays by the kind of their scales. Each dim in `splits` gets the same arrays."""
+    """Arguments of a fusion made by `product`. `given` has arrays for each kind of scales. Each dim in `splits` gets the same arrays."""
     return {f"{name}_{kind}_{split}": array for kind, of in given.items() for split in splits for name, array in of.items()}
 
 
@@ -186,7 +186,7 @@ def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
     """Matmuls are pipelined with the gathers of their rows and of the scales of the rows."""
     fusion = loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm))
     host = lower(fusion, Options())
-    assert str(host).count("fork ring") == (len(LOOPED) if pieces else 1)  # Loops across shards are merged.
+    assert str(host).count("fork ring") == (len(LOOPED) if pieces else 1)  # The loops with all_gather are merged.
     outside = [i for i in host.body if isinstance(i, ir.Communication)]
     assert not [i for i in outside if not isinstance(i, ir.OneSided)]
     run_loops(fusion, 1)
