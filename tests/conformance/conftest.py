@@ -1,4 +1,4 @@
-"""Fixture that runs a test on CPU ranks and, if there are enough, on GPUs."""
+"""Fixture that runs a test on CPU ranks, and also on GPUs if there is one for each rank."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def compare(ranks: int, given: dict[str, Array], results: list[dict[str, Array]]
         mine = np.split(passed, ranks)
         for rank, outputs in enumerate(results):
             got, want = (array.astype(np.float64) for array in (outputs[y], expected(kind, op, mine, rank)))
-            # Averages are rounded. All other results are exact.
+            # Averages of floats are rounded. All other results are exact.
             rounded = {"f16": 2e-3, "bf16": 2e-2, "f32": 1e-6, "f64": 1e-14}.get(dtype.name, 0) if op == "avg" else 0
             np.testing.assert_allclose(got, want, rtol=rounded, atol=0, err_msg=f"%{y} on rank {rank} of {ranks}")
 
