@@ -33,7 +33,7 @@ CASES = {
         %h: bf16[M@x, N] = matmul(%x, %vg)
         %y: bf16[M@x, K] = matmul(%h, %wg)""",
     ),
-    "a short sum that only the caller reads follows the matmuls, together with its consumers": (
+    "a short sum that no matmul needs follows the matmuls, together with its consumers": (
         "%x: bf16[M@x, K], %w: bf16[K, K]",
         """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
         %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
@@ -213,7 +213,7 @@ def test_a_gather_that_overlaps_with_nothing() -> None:
 
 
 def test_sums_that_kernels_may_add_up() -> None:
-    """All-reduces of small sums stay synchronous if no other communication overlaps. Then kernels can compute the sums."""
+    """All-reduces that kernels can compute stay synchronous if no other communication overlaps."""
     inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
     ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
         %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)
