@@ -1,6 +1,6 @@
-"""Known communication defects of other systems, each with the test that would detect the defect in Hostweave.
+"""Known communication defects of other systems, each with the tests that would detect the defect in Hostweave.
 
-| defect | test |
+| defect | tests |
 |---|---|
 | the count of an all_gather is the size of the result, n times the correct count | test_collectives, every dtype and number of ranks |
 | bf16 is sent as another type | test_collectives |

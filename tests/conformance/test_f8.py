@@ -1,4 +1,4 @@
-"""On the CPU target, casts between 8-bit floats and f32 equal those of ml_dtypes, for all 8-bit floats."""
+"""On the CPU target, casts between 8-bit floats and f32 equal those of ml_dtypes, for all 8-bit floats except infinities."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Moves between two meshes, for all pairs of shardings in `layouts`. Meshes are disjoint or overlap, and may differ in size and axes. The
 block of each rank is compared with NumPy.
 
-One program contains all moves between two meshes, so that only one program is compiled. The program runs at several sizes.
+One program contains all moves between two meshes, so that few programs are compiled. Each program runs at several sizes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs with two stages, for every pair of MESHES. The two meshes may share ranks, or order the same ranks differently."""
+"""Programs with two stages, for every pair of MESHES. The two meshes may share ranks, in the same or another order."""
 
 from __future__ import annotations
 

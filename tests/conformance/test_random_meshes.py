@@ -1,4 +1,4 @@
-"""Random programs on random meshes of some of the ranks. Meshes may overlap. Programs pass the check, and the results of the interpreter
+"""Random programs on random meshes of some or all ranks. Meshes may overlap. Programs pass the check, and the results of the interpreter
 equal those of NumPy."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Random programs of many kinds of ops with random shardings. Programs pass the check, and the results of the interpreter equal those of
-NumPy.
+"""Random programs of many kinds of ops with random shardings. Programs pass the check, and the results of the interpreter are close to
+those of NumPy.
 
 Programs use the transports auto and one_sided, loops that the compiler chooses, functions, and donated inputs.
 """

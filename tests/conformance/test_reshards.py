@@ -1,6 +1,6 @@
 """Reshards between all pairs of shardings in LAYOUTS, on meshes of one and two axes. The block of each rank is compared with NumPy.
 
-One program contains all reshards on one mesh, so that only one program is compiled. The program runs at several sizes.
+One program contains all reshards on one mesh, so that few programs are compiled. Each program runs at several sizes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def traced(name: str, mesh: Mesh, inputs: dict[str, TensorType], results: Callab
 
 def arrays(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Array]:
     """For `reshards`, elements are numbered, so that a wrong position is detected. For `reductions`, elements are small integers, mostly
-    zeros and ones, so that sums and products are exact."""
+    zeros and ones, so that most sums and products are exact."""
     random = np.random.default_rng(seed)
     result = {}
     for value in fusion.inputs:

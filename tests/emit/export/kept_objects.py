@@ -1,4 +1,4 @@
-"""Compiler launcher for CMake that caches objects of the runtime. All exports have the same runtime sources."""
+"""Compiler launcher for CMake that caches objects of the runtime and the CPU device. All exports have the same sources of both."""
 
 import fcntl
 import hashlib
