@@ -178,10 +178,10 @@ WRONG = [
     (0, "dim=0", "dim=2", "dim=2 is out of range; f32[8@a,b, 6] has dims 0 to 1"),
     (1, "axes=(b)", "axes=(a)", "(a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
     (2, "to=1", "to=0", "%y is f32[8@a, 6@b], but the all_to_all of f32[8@a,b, 6] is f32[8@a,b,b, 6]; correct the type of %y"),
-    (3, "(0, 2, 1, 3)", "(0, 1, 2, 3)", "its steps do not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
-    (3, "(0, 2, 1, 3)", "(0, 2, 1, 4)", "its steps do not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
-    (3, "(0, 2, 1, 3)", "()", "its steps do not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
-    (4, "axes=(a, b)", "axes=(b, a)", "its steps do not lead from f32[4@a, 6@b] to f32[4@b, 6@a]"),
+    (3, "(0, 2, 1, 3)", "(0, 1, 2, 3)", "it does not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
+    (3, "(0, 2, 1, 3)", "(0, 2, 1, 4)", "it does not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
+    (3, "(0, 2, 1, 3)", "()", "it does not lead from f32[8@a,b, 6] to f32[8@b,a, 6]"),
+    (4, "axes=(a, b)", "axes=(b, a)", "it does not lead from f32[4@a, 6@b] to f32[4@b, 6@a]"),
     (5, "dim=1", "dim=0", "%y is f32[9, 6@b], but the shard of f32[9, 6] is f32[9@b, 6]; correct the type of %y"),
     (
         7,
@@ -191,8 +191,8 @@ WRONG = [
     ),
     (7, "reduction=sum", "reduction=max", "f32[6] partial(sum, a, b) is not partial(max, a, b); reduce partial results"),
     (7, "axes=(a, b)", "axes=(a, a)", "(a, a) are not axes of mesh(a=2, b=2), each named once"),
-    (9, "root=3", "root=2", "its steps do not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
-    (9, "root=3", "root=4", "its steps do not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
+    (9, "root=3", "root=2", "it does not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
+    (9, "root=3", "root=4", "it does not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
     (
         10,
         " on mesh(b=2 of ranks 0, 1) = transfer(%t,",
@@ -206,7 +206,7 @@ WRONG = [
         "attribute blocks is missing; write blocks=[(1,) to (1,): 0[0] -> 1[0]]",
     ),
     *(
-        (10, right, wrong, "its steps do not lead from f32[8@c, 6] on mesh(c=2 of ranks 2, 3) to f32[8, 6@b] on mesh(b=2 of ranks 0, 1)")
+        (10, right, wrong, "it does not lead from f32[8@c, 6] on mesh(c=2 of ranks 2, 3) to f32[8, 6@b] on mesh(b=2 of ranks 0, 1)")
         for right, wrong in (
             ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # Rank 0 needs the block 2[0] at index 0.
             ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # Rank 1 has no block.
@@ -218,7 +218,7 @@ WRONG = [
         )
     ),
     *(
-        (11, right, wrong, "its steps do not lead from f32[9@d, 6] on mesh(d=2 of ranks 0, 3) to f32[9@b, 6] on mesh(b=3 of ranks 0..3)")
+        (11, right, wrong, "it does not lead from f32[9@d, 6] on mesh(d=2 of ranks 0, 3) to f32[9@b, 6] on mesh(b=3 of ranks 0..3)")
         for right, wrong in (
             ("3[0] -> 0[1], 0[1] -> 1[0]", "0[1] -> 0[1], 3[0] -> 1[0]"),  # routes for even shards
             ("(3, 1) to (2, 1)", "(6, 1) to (4, 1)"),

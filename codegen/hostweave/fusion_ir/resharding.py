@@ -21,7 +21,7 @@ from hostweave.types.size import Factor, Size, Sum
 from hostweave.types.tensor import Partial, TensorType
 from hostweave.types.zigzag import Zigzag
 
-DEFAULT_SIZE = 4096  # assumed size of a dim whose size is unknown
+DEFAULT_SIZE = 4096  # assumed value of an unknown size symbol
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ReshardStep:
             raise Mismatch(f"{type} is in zigzag, and cannot move to another mesh")
         if self.target is not None:
             if not self._leads_to(self.target, type, mesh):
-                raise Mismatch(f"its steps do not lead from {type} to {self.target}")
+                raise Mismatch(f"it does not lead from {type} to {self.target}")
             return self.target
         if self.loses is not None:
             dim = type.dims[self.loses]
@@ -107,7 +107,7 @@ class ReshardStep:
         return is_permute and [have.get(source) for source in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """Average amount of data that a rank receives, if each rank holds `share` before the step."""
+        """Estimated amount of data that a rank receives, if each rank holds `share` before the step."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -120,7 +120,7 @@ def step_of(op: Op) -> ReshardStep:
 
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
-    """The single step from one layout to another, or None."""
+    """The single step from one type to another, or None."""
     if source.mesh != target.mesh and source.partial:
         return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
@@ -131,7 +131,7 @@ def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardS
 def plan(
     source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int], location: Location | None
 ) -> tuple[ReshardStep, ...]:
-    """Steps from one layout to another: for each reshard of `in_rank_order`, the steps that move the fewest bytes.
+    """Steps from one type to another that move the fewest bytes. A change to or from zigzag is planned as two reshards (`in_rank_order`).
 
     If several sequences move equal bytes, prefers fewer steps, then in each step earlier kinds of RESHARD_STEPS and lower dims. Raises
     ProgramError if there is no sequence.
@@ -209,8 +209,8 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
-    """Yields reductions of a partial value to one rank of each process group. If the ranks and their shards match the target, the result
-    has the target's type. Otherwise the result is on the mesh of the receiving ranks."""
+    """Yields reductions of a partial value to one rank of each process group. If the receiving ranks and their shards match the target,
+    the result has the target's type. Otherwise the result is on a mesh of the receiving ranks."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)

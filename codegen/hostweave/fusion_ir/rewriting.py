@@ -32,7 +32,8 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
 
 
 def is_pointwise(op: Op) -> bool:
-    """True for an elementwise op of kernels. The result must be unsharded, not partial, not streamed, and on the program's mesh."""
+    """True for an elementwise op that kernels can compute. The result must be unsharded, not partial, not streamed, and on the
+    program's mesh."""
     entry, type = OPS[op.kind], op.result.type
     is_plain = entry.map is elementwise and bool(entry.cpp) and entry.target in ("", "dtype")
     return is_plain and not (op.result.stream or type.axes or type.partial or type.mesh)

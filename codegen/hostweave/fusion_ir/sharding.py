@@ -62,13 +62,13 @@ class ShardingRule:
         return tuple(tuple(axes.get(label, ()) if label is not None else () for label in labels) for labels in self.indices.operands)
 
     def computed(self, result: Layout) -> Layout:
-        """Layout before the reduction of the partial sum, if `result` is the layout after it."""
+        """Layout before the reduction of the partial result, if `result` is the layout after it."""
         partial = self.partial_axes
         return tuple(some_of(axes, lambda axis: axis not in partial) for axes in result)
 
 
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
-    """Derives the sharding rule of an op on the program's mesh.
+    """Derives the sharding rule of an op. `mesh` is the mesh of the program.
 
     If a mesh axis splits dims of different labels, a label of the result takes precedence over a reduced label. Among labels of
     the result, earlier operands take precedence, or later operands if the op has `last_is_first`. Among reduced labels, earlier operands

@@ -75,7 +75,7 @@ _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|
 
 
 def expect_one_thread(kernel: UserKernel) -> None:
-    """Raises ProgramError if the source uses threads of a GPU, and has no function for the CPU target."""
+    """Raises ProgramError if the kernel uses threads of a GPU, and has no function for the CPU target."""
     if kernel.cpu:
         return
     for number, line in enumerate(kernel.lines):
