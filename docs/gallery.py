@@ -30,7 +30,7 @@ SEED = {"m": 2048, "K": 8192, "N": 8192}
 ENTRIES = (
     Entry(
         "All-gather and matmul, shard by shard",
-        "Each rank sends its shard to its peers and multiplies the shards in the order in which they arrive.",
+        "Each rank sends its shard to its peers. It multiplies its own shard first, and each other shard after its arrival.",
         "seeds",
         "ag_matmul_p2p",
         SEED,
@@ -62,7 +62,7 @@ ENTRIES = (
     ),
     Entry(
         "Sequence-parallel MLP",
-        "The sharding of the input requires a gather and a reduce-scatter. Copies and signals write directly to the memory of the peers.",
+        "The sharding of the input requires a gather and a reduce-scatter. Copies and signals access the memory of the peers directly.",
         "transformer",
         "mlp_sp",
         {"S": 4096, "B": 2, "E": 8192, "F": 28672},
@@ -70,7 +70,7 @@ ENTRIES = (
     ),
     Entry(
         "Sequence-parallel attention with grouped queries",
-        "The heads are sharded. Rows are gathered before the projections and scattered after the last one.",
+        "The heads are sharded. Rows are gathered before the first projections and reduce-scattered after the last one.",
         "transformer",
         "grouped_query_sp",
         {"S": 4096, "B": 2, "E": 4096},

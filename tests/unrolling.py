@@ -133,7 +133,7 @@ def inlined(fusion: Fusion) -> Fusion:
     fusion = unrolled(without_loops(fusion))
     fresh = FreshNames(fusion).new
 
-    others: dict[tuple[str, int], str] = {}  # further results of calls -> their names in the caller
+    others: dict[tuple[str, int], str] = {}  # (call, index of a result) -> name of the result in the caller
 
     def expanded(op: Op) -> list[Op]:
         if op.callee is None:

@@ -72,8 +72,8 @@ def test_result_and_choice(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(("alternative", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
 def test_a_gather_that_is_read_again_after_its_loop(alternative: str, chunks: int, ranks: int) -> None:
-    """A gathered value, such as a gradient, is used by rows in one matmul. After the loop, another matmul uses the value by columns, and
-    the value is a result."""
+    """One matmul reads chunks of a gathered value, such as a gradient, in a loop. After the loop, another matmul reads the transposed
+    value. The value is also a result."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "F@x"], a=hw.f32["M", "N"])
     def backward(x: hw.Tensor, w: hw.Tensor, a: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
@@ -331,7 +331,7 @@ def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are fitted to measurements, stored as JSON, and used by programs for these GPUs."""
+    """Figures are fitted to measurements, stored as JSON, and read for the same GPUs."""
     monkeypatch.setattr(figures, "root", lambda: tmp_path)
     times = [Product(1, m, k, n, hw.bf16).seconds(replace(H200, flops=700e12, wave=5e-6)) for m, k, n in SHAPES]
     fitted = fit(H200, times)
