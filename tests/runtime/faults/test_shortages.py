@@ -76,7 +76,7 @@ def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_p
 
 
 def test_the_device_has_memory_for_one_of_its_threads(tmp_path: Path) -> None:
-    """The CPU device can start one thread, but not the next one. It must end the started thread, because this thread would wait forever."""
+    """The CPU device can start one thread, but not the next one. It must end the started thread, which would otherwise wait forever."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("the device has one thread on a machine with one core")
     script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"  # Threads of the device have stacks of 128 MiB.

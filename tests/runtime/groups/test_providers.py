@@ -176,8 +176,8 @@ store.close()
 
 @pytest.mark.extra("torch")
 def test_torch_distributed_with_the_same_environment() -> None:
-    """torch.distributed may be initialised before or after hw.init, with the same MASTER_PORT. The default store of torch.distributed also
-    works as a provider."""
+    """Ranks can meet before and after torch.distributed is initialised with the same MASTER_PORT. They can also meet through the default
+    store of torch.distributed."""
     script = """
 import os
 import torch.distributed as dist

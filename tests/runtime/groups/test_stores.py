@@ -331,7 +331,7 @@ def test_names_of_jobs_and_tokens_are_compared_completely() -> None:
 
 
 def said_to(server: TcpServer, request: bytes) -> bytes:
-    """Returns the response of the server to a request of a client that has the secret."""
+    """Returns the response of the server to a request of an authenticated client."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     connection = store.idle[0]
     connection.settimeout(0.5)
@@ -354,7 +354,7 @@ def test_a_listener_cannot_reuse_a_clients_messages(server: TcpServer) -> None:
             with socket.create_connection(("127.0.0.1", server.port)) as relay:
                 relay.sendall(heard)
                 proof = relay.recv(100)
-                connection.sendall(bytes(len(proof)))  # This proof was made without the secret.
+                connection.sendall(bytes(len(proof)))  # an invalid proof
                 assert connection.recv(1000) == b""
                 relay.sendall(heard[-16:] * 2)
                 relay.settimeout(5)

@@ -39,7 +39,7 @@ IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
     """Returns ag_matmul with `fault` inserted before the text `place` of its C++. A fault such as `if (...)` makes the statement
-    conditional."""
+    at `place` conditional."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTWEAVE_EDIT", str(folder))
         options = hw.Options(transport=transport)
@@ -168,7 +168,7 @@ def test_a_rank_that_never_calls(tmp_path: Path) -> None:
 def test_ctrl_c_reports_the_positions_of_ranks(tmp_path: Path) -> None:
     fault = f"if ({IS_FAULTY}) usleep(20000000);\n"
     with Processes(tmp_path, "two_sided", RECV, fault) as ranks:
-        time.sleep(6)  # This waits until rank 1 waits in its call. The fault of rank 2 lasts for 20 seconds.
+        time.sleep(6)  # Rank 1 should then wait in its call. The fault of rank 2 lasts for 20 seconds.
         ranks.processes[1].send_signal(signal.SIGINT)
         out, report = ranks.said(1)
     assert out == "KeyboardInterrupt \n", report

@@ -1,4 +1,4 @@
-"""Sends SIGINT to this process at random moments of its work, as Ctrl-C does. `test_interrupts.py` starts this script.
+"""Interrupts its own work with SIGINT at random moments. `test_interrupts.py` starts this script.
 
     python interrupted.py WHAT TO SEED COUNT [TARGET]      WHAT is run, call, capture, threads or compile; TO is process or group
 
