@@ -1,4 +1,4 @@
-"""Results of generated kernels, compared with NumPy. All cases of one dtype are one program, so that only one program is compiled."""
+"""Results of generated kernels, compared with NumPy. All cases of one dtype are one program, so that few programs are compiled."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Case:
 
 
 def of_table(dtype: str) -> dict[str, str]:
-    """Cases of every elementwise op of the op table, with one or two tensors of this dtype."""
+    """Cases of the elementwise ops of the op table that take one or two tensors of this dtype."""
     ops, operand = {}, types.DTYPES[dtype]["M", "N"]
     for kind, definition in pointwise.OPS.items():
         if definition.arity in (1, 2) and not definition.target:
