@@ -256,7 +256,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Returns the results of recorded calls, and collects the numbers of the new calls. Raises ValueError if a new call differs from the
-    recorded call in anything but numbers."""
+    recorded call in anything but numbers, and StopIteration if there is no recorded call left."""
 
     def __init__(self, calls: Sequence[Call]):
         super().__init__()  # type: ignore[no-untyped-call]

@@ -43,7 +43,7 @@ class Updated(NamedTuple):
 
     @property
     def entries(self) -> dict[str, str]:
-        """Maps the key of each value that the step reads (`PARAMETER` or a state entry) to the suffix of its name."""
+        """Maps `PARAMETER` and the key of each state entry to the suffix of its name."""
         return {PARAMETER: "", **{key: f"_{key}" for key in self.recorded.entries}}
 
     @property
@@ -153,8 +153,8 @@ class Updates:
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """Returns a function that updates a layer, with the keys of `_names_in` as arguments. The function computes in 64 bits for 64-bit
-        values, otherwise in 32 bits."""
+        """Returns a function that updates a layer, with the keys of `_names_in` as arguments. The function computes in f64 for f64 values,
+        otherwise in f32."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []

@@ -80,7 +80,7 @@ class Product:
 
     @property
     def is_of_few_rows(self) -> bool:
-        """True if Hostweave's kernel for few rows computes the matmul."""
+        """True if the model assumes Hostweave's kernel for few rows."""
         few = self.rows <= ir.FEW_ROWS and self.inner * self.columns <= MAX_WEIGHT_ELEMENTS
         return self.count == 1 and few and self.dtype.itemsize > 1 and self.tiles is TILES
 
@@ -247,7 +247,7 @@ def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int
     if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
-    # Other sizes would need a complex condition at run time.
+    # A size with several factors or a divisor would need a complex condition at run time.
     is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))
     return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
 

@@ -57,9 +57,9 @@ int hw_cpu_pause(void);
 // Reports a failure outside the device, which stops all ranks: until hw_cpu_configure, calls that wait, enqueue or allocate fail.
 void hw_cpu_abort(const char* reason);
 
-// Fault injection: makes the nth following call of the function `call` fail, on any thread. `call` is "cudaMalloc" (or
-// ncclMemAlloc), "cudaMallocHost", "cudaStreamCreate" or "cudaEventCreate" (the functions with flags), "ncclCommInitRank" or
-// "cublasLtCreate". If nth is 0, no call fails.
+// Fault injection: makes the nth following call of the function `call` fail, on any thread. `call` is "cudaMalloc" (which
+// includes ncclMemAlloc), "cudaMallocHost", "cudaStreamCreate" or "cudaEventCreate" (the functions with flags),
+// "ncclCommInitRank" or "cublasLtCreate". If nth is 0, no call fails.
 void hw_cpu_fail_call(const char* call, int nth);
 
 // Sets the source position of this thread's next calls, for reports. HW_CHECK calls this function before each call.
