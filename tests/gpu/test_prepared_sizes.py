@@ -1,4 +1,4 @@
-"""After `program.prepare` on a GPU, calls with varying sizes take no more memory of the GPU or the host."""
+"""After `prepare` of a bound program on a GPU, calls with varying sizes take no more memory of the GPU or the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostweave.build.cuda import gpus
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 GPUS = len(gpus())
-CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # calls in each round, numbers of rows, and sizes of the MLP
+CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # on one rank: calls per round, and numbers of rows; sizes of the MLP
 LEAK = 4 << 20  # growth of memory that counts as a leak, in bytes per round
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

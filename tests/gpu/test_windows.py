@@ -37,7 +37,7 @@ TRANSPORTS = ["peer", pytest.param("one_sided", marks=OLD)]
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [*NAMES, *WHOLLY])
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
-    """Sizes grow and shrink between calls. Then the memory of several calls is first filled with NaN."""
+    """Sizes grow and shrink between calls. Later calls run in memory that was filled with NaN."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, "cuda", Options(transport=transport))
     for times in (1, 16, 128, 16):
