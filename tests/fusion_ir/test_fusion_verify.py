@@ -157,7 +157,7 @@ STEPS = [
     "%y: f32[8@b,a, 6] = permute_shards(%x, axes=(a, b), sources=(0, 2, 1, 3))",
     "%y: f32[4@b, 6@a] = permute_shards(%u, axes=(a, b), sources=(0, 2, 1, 3))",
     "%y: f32[9, 6@b] = shard(%v, dim=1, axes=(b))",
-    "%y: f32[9@b, 6] = shard(%v, dim=0, axes=(b))",  # 9 is not a multiple of the ranks along b
+    "%y: f32[9@b, 6] = shard(%v, dim=0, axes=(b))",  # 9 is not a multiple of 2, the number of ranks along b
     SUM + "%y: f32[6] = all_reduce(%s, axes=(a, b), reduction=sum)",
     SUM
     + "%y: f32[6@b] partial(sum, a) = reduce_scatter(%s, dim=0, axes=(b), reduction=sum)\n"
@@ -189,7 +189,12 @@ WRONG = [
         "axes=(a)",
         "%y is f32[6], but the all_reduce of f32[6] partial(sum, a, b) is f32[6] partial(sum, b); correct the type of %y",
     ),
-    (7, "reduction=sum", "reduction=max", "f32[6] partial(sum, a, b) is not partial(max, a, b); reduce partial results"),
+    (
+        7,
+        "reduction=sum",
+        "reduction=max",
+        "f32[6] partial(sum, a, b) is not partial(max, a, b); write the reduction and axes of a partial operand",
+    ),
     (7, "axes=(a, b)", "axes=(a, a)", "(a, a) are not axes of mesh(a=2, b=2), each named once"),
     (9, "root=3", "root=2", "it does not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
     (9, "root=3", "root=4", "it does not lead from f32[6] partial(sum, a, b) to f32[6] on mesh(of ranks 3)"),
@@ -220,7 +225,7 @@ WRONG = [
     *(
         (11, right, wrong, "it does not lead from f32[9@d, 6] on mesh(d=2 of ranks 0, 3) to f32[9@b, 6] on mesh(b=3 of ranks 0..3)")
         for right, wrong in (
-            ("3[0] -> 0[1], 0[1] -> 1[0]", "0[1] -> 0[1], 3[0] -> 1[0]"),  # routes for even shards
+            ("3[0] -> 0[1], 0[1] -> 1[0]", "0[1] -> 0[1], 3[0] -> 1[0]"),  # Rank 0 needs a block of each source rank.
             ("(3, 1) to (2, 1)", "(6, 1) to (4, 1)"),
         )
     ),

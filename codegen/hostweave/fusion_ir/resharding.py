@@ -69,7 +69,7 @@ class ReshardStep:
             raise Mismatch(f"{axes} are not axes of {on}, each named once")
         if self.reduction:
             if partial is None or partial.op != self.reduction or not set(self.axes) <= set(partial.axes):
-                raise Mismatch(f"{type} is not {Partial(self.reduction, self.axes)}; reduce partial results")
+                raise Mismatch(f"{type} is not {Partial(self.reduction, self.axes)}; write the reduction and axes of a partial operand")
             left = tuple(axis for axis in partial.axes if axis not in self.axes)
             partial = replace(partial, axes=left) if left else None
         if self.kind in ("transfer", "reduce") and is_in_zigzag(type):
