@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _ADOPT = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>: orphans among the descendants become children of this process
-_USED = (  # modules that processes of tests import late
+_USED = (  # modules that `import hostweave` does not import, and that tests use
     "numpy.testing",
     "hostweave.build.make",
     "hostweave.running",

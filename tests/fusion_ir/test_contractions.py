@@ -1,4 +1,4 @@
-"""Ops that hw.einsum and hw.tensordot trace, and their errors."""
+"""Results and errors of hw.einsum and hw.tensordot."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ fusion @stack(%x: f32[M@x, E], %w: f32[E, E], %v: f32[E, E]) mesh(x=2) {
 
 
 def stack() -> tuple[Fusion, list[str]]:
-    """The program of STACK, and the names of its Python functions in the order in which they were traced."""
+    """The program of STACK, and the names of its blocks in the order in which they were traced."""
     ran = []
 
     @hw.block(**TYPES)
