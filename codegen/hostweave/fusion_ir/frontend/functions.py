@@ -57,7 +57,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 
     Shardings propagate as for `matmul`; a scale is sharded like its operand. The operands should be contiguous along K, as in
     `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied first. If cuBLASLt does not support the matmul, slower ops
-    compute it, and `Program.explain` says so.
+    compute it, and `Program.explain` says so. K and N must be multiples of 16, unless they are ints.
 
     Raises ProgramError for other dtypes and shapes.
 
@@ -199,7 +199,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     `start` and `step` are ints. `stop` may be a size as text, such as "M". Then `step` must be positive, and must divide `stop - start` in
     each call. If `dtype` is floating, the numbers are computed in i32, and then cast.
 
-    Raises ProgramError for other bounds or steps, for an empty range, for dtype bool, and in the cases of `hw.zeros`.
+    Raises ProgramError for other bounds or steps, for an empty range if `stop` is an int, for dtype bool, and in the cases of `hw.zeros`.
 
     Example: `hw.arange("M")` with `x: f32[M, N]` is the vector of the row indices of x.
     """
@@ -290,7 +290,8 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     Each dim is an int, a name, or a size such as `M/8`. The dims may also be one tuple. One dim may be -1, and is then inferred.
 
     The result is a view if the memory layout allows it. A dim keeps its sharding if the dim does not change, or if it is the outermost of
-    the dims that are merged or split. Other sharded dims are gathered, unless the result has a sharding that needs no communication.
+    the dims that are merged or split. Other sharded dims are gathered, unless the blocks of the ranks are also blocks of the result:
+    `[8@y,x]` becomes `[2@y, 4@x]`.
 
     Raises ProgramError if a dim is invalid, if the numbers of elements differ, or if -1 cannot be inferred.
 
