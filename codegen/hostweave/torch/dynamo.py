@@ -54,7 +54,7 @@ def _as_stated(node: Any, value: Any) -> Any:
 
 
 def expect_global(graph: GraphModule) -> None:
-    """Refuses ops on local parts of sharded or partial DTensors, because these differ between ranks."""
+    """Refuses ops on local parts of sharded DTensors, and local terms of partial sums. Both differ between ranks."""
     for node in graph.graph.nodes:
         if node.op == "call_method" and node.target == "to_local":
             made = node.args[0].meta["example_value"]

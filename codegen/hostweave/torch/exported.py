@@ -276,7 +276,7 @@ def _override_few(rules: Mapping[Any, Any], **more: Any) -> Any:
 
 def _lines_of_user(lines: Sequence[Any], skip: int) -> Any:
     """Records only lines that torch looks for: outside of torch, or in functions named `forward`."""
-    if lines and not isinstance(lines[0], dict):  # newer versions of torch
+    if lines and not isinstance(lines[0], dict):  # newer versions of torch; records all lines
         return _lines(lines, skip)
     return _lines([line for line in lines[skip:] if line["name"] == "forward" or not line["filename"].startswith(TORCH)], 0)
 

@@ -32,7 +32,7 @@ _TAKE_SIZES = (
     "expand",
     "_unsafe_view",
     "reshape",
-)  # unknown sizes may be arguments of these ops, whose entries in aten.TABLE read the shape of the result instead
+)  # unknown sizes may be arguments of these ops; most of their entries in aten.TABLE read the shape of the result instead
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
