@@ -47,7 +47,7 @@ def other_weights(c):
 
 
 def short(name):
-    """Name of a program's input for a tensor of the checkpoint."""
+    """Last part of the name of a tensor in the checkpoint, such as q_proj."""
     return name.rpartition(".")[2]
 
 
@@ -56,8 +56,8 @@ def cache_of(c):
 
 
 def llama_layer(c, decode):
-    """One layer. With `decode`, the layer processes one token, which attends to the cache. Otherwise, the layer processes a prompt. The
-    tokens of a prompt are sharded along the sequence."""
+    """One layer. With `decode`, the layer processes one token of each sequence, which attends to the cache. Otherwise, the layer processes
+    prompts. The tokens of a prompt are sharded along the sequence."""
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
     inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B" if decode else 1, 1, S, D // 2])}
     if decode:

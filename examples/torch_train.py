@@ -1,7 +1,7 @@
 """Trains a GPT-2 with tensor and data parallelism: `torchrun --nproc-per-node 4 examples/torch_train.py --dp 2 --tp 2` prints the losses.
 
-Each process is one rank. `python examples/torch_train.py` runs all ranks in one process. The model is small, has random initial weights,
-and learns to count. The forward and the backward pass are one program each; `--source` prints both.
+With torchrun, each process is one rank. `python examples/torch_train.py` runs all ranks in one process. The model is small, has random
+initial weights, and learns to count. The forward and the backward pass are one program each; `--source` prints both.
 """
 
 import argparse

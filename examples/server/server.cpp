@@ -138,7 +138,7 @@ class Server {
     down_.emplace(device, hw::Shape{own, kWidth}, block(down, kWidth, rank * own, own, 0, kWidth));
     x_.emplace(device, hw::Shape{kRows, kWidth});
 
-    const auto shapes = hidden_.prepare({.x = x_->tensor, .up = up_->tensor});  // every rank prepares before any rank runs
+    const auto shapes = hidden_.prepare({.x = x_->tensor, .up = up_->tensor});  // before the first run
     h_.emplace(device, shapes.y);
     y_.emplace(device, project_.prepare({.h = h_->tensor, .down = down_->tensor}).y);
     run();  // warm-up before the capture
