@@ -133,7 +133,7 @@ class Program:
 
     @property
     def figures(self) -> Machine:
-        """Figures of a machine, from which the cost model predicts times."""
+        """Speeds and limits of a machine, from which the cost model predicts times."""
         return self.compiled.options.figures
 
     @property
@@ -296,7 +296,7 @@ class Program:
         the current contents of the same input arrays and writes to the same output arrays. Launches are ordered like calls of the program.
         The callable keeps the arrays alive. On the CPU target, a launch repeats the call.
 
-        All ranks launch the graph together. With one-sided communication, no rank may make an ordinary call while another rank launches.
+        All ranks launch the graph together. Only with transport `peer`, a rank may make an ordinary call while other ranks launch.
         Capturing the transport one_sided needs NCCL 2.30.7 or later.
 
         Alternatively, call the program inside a capture of the caller, such as `torch.cuda.graph`. The call becomes part of the caller's
@@ -315,8 +315,8 @@ class Program:
 
         Without `prepare`, the first call builds and connects, and a call at new sizes may allocate, plan, and wait for all work on the
         rank's device. After `prepare`, calls at these sizes, in any order, do none of this. Each matmul keeps the plans of its
-        last 4096 shapes, and memory is allocated for the largest call. Sizes that bound inputs determine may be omitted. Sharded dims of
-        bound inputs are then assumed to be split evenly.
+        last 4096 shapes, and each attention those of its last 128. Memory is allocated for the largest call. Sizes that bound inputs
+        determine may be omitted. Sharded dims of bound inputs are then assumed to be split evenly.
 
         Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 
@@ -361,7 +361,7 @@ class Program:
         return self._running.measure("measure", self._bound, (arrays, named), warmups, repetitions)[1]
 
     def timeline(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, machine: Machine | None = None, **named: Any) -> Report:
-        """Measures the timeline of a call with these global arrays on all ranks, and predicts it for comparison.
+        """Measures the timeline of a call with these global arrays on all ranks, and predicts the timeline for comparison.
 
         A separate build records a mark before and after each instruction that computes or communicates. A mark takes about a microsecond.
         `repetitions` calls follow `warmups` calls, and the report shows the call with the median time.
@@ -384,7 +384,7 @@ class Program:
         return compiled.report(predicted(compiled.host, known, figures), measured(compiled.host, known, figures, basis, marks))
 
     def as_jax_ffi(self) -> Callable[..., Any]:
-        """Returns the program as a JAX function for use inside jax.jit: an XLA custom call on the only device of this process.
+        """Returns the program as a JAX function for use inside jax.jit: an XLA custom call on the only JAX device of this process.
 
         The function takes the rank's local arrays by position, and returns the local output or a tuple of outputs. Ranks are processes that
         have called `hw.init`, and sharded dims are even. On CUDA the call runs on XLA's stream. Calls run in the order of the jitted
@@ -434,7 +434,7 @@ class Program:
             raise ArgumentError(f"{self.name}: export: {why}; choose a writable folder") from None
 
     def close(self) -> None:
-        """Frees the memory and the streams of the program on its devices. A closed program cannot run."""
+        """Frees the memory of the program on its devices. A closed program cannot run."""
         self._running.close()
 
     @property

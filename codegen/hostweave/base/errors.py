@@ -60,7 +60,7 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Makes `Location.of_caller` return `location`, unless this is None."""
+    """Makes `Location.of_caller` return `location`, unless `location` is None."""
     token = _stated.set(location)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Makes os.fork safe: registered locks are free in the child, and a fork waits for lazy imports and for processes that start."""
+"""Makes os.fork safe: registered locks are free in the child, and a fork waits for lazy imports and starts of processes."""
 
 import concurrent.futures.thread  # noqa: F401  # imported here, because a lazy import would register fork handlers while a fork waits
 import os
