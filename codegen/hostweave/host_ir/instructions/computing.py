@@ -68,8 +68,8 @@ class Grouped(Compute):
     """Matmuls of groups of rows. Group e has the rows `starts[e]` to `ends[e]` - 1.
 
     `starts` and `ends`, contiguous i32 [E], are global row numbers. `first` is the global number of this rank's first row, by default 0.
-    Rows of other ranks are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32. dst may be f32. Each row of x and
-    dst must be contiguous.
+    Rows of other ranks are ignored. Groups must not overlap. Products of 16-bit floats are summed in f32, and dst may then be f32. Each row
+    of x and dst must be contiguous.
     """
 
     x: Read

@@ -12,7 +12,7 @@ from hostweave.types.tensor import BufferType, row_major, strided, strides_of
 
 @dataclass(frozen=True)
 class Allocate(Instruction):
-    """Allocates a temporary in the arena, the memory of all temporaries of a call."""
+    """Allocates a temporary in the arena."""
 
     out: Allocated
     type: BufferType
@@ -25,7 +25,7 @@ class Allocate(Instruction):
 
 @dataclass(frozen=True)
 class AllocateWindow(Allocate):
-    """Allocates a temporary that peers access, at the same offset in the arena of every rank."""
+    """Allocates a temporary that peers access, at the same offset in the windows of all ranks."""
 
     syntax = "%{out} = allocate_window {type}"
     in_window = True
