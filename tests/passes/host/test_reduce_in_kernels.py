@@ -54,7 +54,7 @@ def test_all_reduces_that_stay_separate(rows: int, options: hw.Options) -> None:
         (8192, "hw::Row<8192, 256, 8, 4>", "hw::Grid{4 * T, 256, 4}"),
         (7168, "hw::Row<7168, 224, 8, 4>", "hw::Grid{4 * T, 224, 4}"),
         (2048, "hw::Row<2048, 256, 8>", "hw::Grid{T, 256}"),
-        (3840, "hw::Row<3840, 160, 8>", "hw::Grid{T, 160}"),  # Several blocks of whole warps cannot share the row evenly.
+        (3840, "hw::Row<3840, 160, 8>", "hw::Grid{T, 160}"),  # 2, 4 or 8 blocks of whole warps cannot share the row evenly.
     ],
 )
 def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: str) -> None:
@@ -111,8 +111,8 @@ def test_the_kernel_before_a_reduce_scatter_sends_its_result() -> None:
 
 
 def test_a_kernel_that_gathers_does_not_also_send() -> None:
-    """The kernel between a gather and a reduce-scatter does only one of the two exchanges. With both, the kernel would read rows that
-    nothing gathers."""
+    """The kernel between a gather and a reduce-scatter does only one of the two exchanges. With both, nothing would gather the rows
+    that the kernel reads."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), n=hw.f32["6@x", 64], scale=hw.f32["2@x", 1, 1])
     def exchanges(n: Any, scale: Any) -> Any:
