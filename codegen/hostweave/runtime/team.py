@@ -31,7 +31,7 @@ from hostweave.targets.target import Target
 T = TypeVar("T")
 Answer = tuple[int, Any, BaseException | None]  # rank, result, exception
 
-_END_TIMEOUT = 1.0  # seconds for threads to end at exit
+_END_TIMEOUT = 1.0  # seconds for the threads of a team to end at exit
 _STOP_TIMEOUT = 60.0  # seconds for stopped ranks to answer; a rank of the CPU target may be in a long matmul
 
 _numbers = count()

@@ -24,7 +24,7 @@ class Watchdog:
 
     def __init__(self, group: FallibleGroup):
         """The threads run until the group is closed, fails or is freed."""
-        self.reason = ""  # failure that another rank has reported
+        self.reason = ""  # failure that involves another rank
         self.store_error = ""  # error of a store that does not answer
         self.wake_up = threading.Event()
         self._waits_at_store = group.coordinator.blocks_on_failure
@@ -36,8 +36,8 @@ class Watchdog:
         self._listener.start()
 
     def end(self) -> None:
-        """Tells the threads to end. Waits for the listener, because a thread in C++ code of a store would abort the process when Python
-        exits."""
+        """Tells the threads to end. Waits up to 0.5 seconds for a listener that polls a store, because a thread in C++ code of the store
+        would abort the process when Python exits."""
         self.wake_up.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
             self._listener.join(_LISTEN_SECONDS)
