@@ -1,4 +1,4 @@
-"""Arithmetic over the finite field has the results of Python integers modulo the prime."""
+"""Arithmetic of the check of results: finite field, dual numbers, and several sets of inputs."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_branches_for_large_sizes_are_executed() -> None:
 @pytest.mark.parametrize("algorithm", ["p2p", "broadcast", "reduce"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_in_different_steps_use_buffers_of_different_streams(ranks: int, algorithm: str) -> None:
-    """The root of a broadcast or reduction may be in a later iteration than the other ranks. The streams of the iterations differ."""
+    """Ranks may be in different iterations of the loop at the same time. The streams of the iterations differ."""
     is_sum, chunks = algorithm == "reduce", 2 * ranks
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), a=hw.f32["M", "L@x"], b=hw.f32["L@x", "N"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
