@@ -17,7 +17,7 @@ SCATTER = (
     "%h: f32[M, N] partial(sum, x) = matmul(%x, %w)\n%y: f32[M@x, N] stream({}) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)",
 )
 
-# For each case: a program, the arguments of `.stream`, the text of the loop that the pass makes, and the streams of the two values.
+# For each case: a program, its stream as text, the header of the loop that the pass makes, and the streams of both values after the pass.
 STATED = [
     (GATHER, "M, 8", "8 chunks by_shard local_first", "M, p2p", "M"),
     (GATHER, "M, 16", "16 chunks by_shard local_first", "M, p2p", "M"),
@@ -286,7 +286,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_gather_with_another_consumer_is_not_in_the_loop(other: str) -> None:
-    """The whole gathered value is needed before the loop, or has consumers that cannot share a loop. The gather precedes the loop, and a
+    """An op before the loop needs the whole gathered value, or two consumers cannot share a loop. The gather precedes the loop, and a
     warning is given."""
     first = "%b: f32[M, K] = matmul(%g, %w)" if other == "comes first" else ""
     before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
