@@ -58,7 +58,7 @@ def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Mac
     if not (ragged or pitched) or any(sizes[dim] < multiple for dim in ragged):
         return None
     batch = int(product(dst.shape[:-2]))
-    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # dim -> elements of whole matrices that the matmul for its remainder reads and writes
+    moved = {"m": k * n, "n": m * k, "k": 2 * m * n}  # dim -> elements of whole matrices that the matmul for the dim's remainder accesses
     rests = sum(machine.launch + machine.wave + batch * moved[dim] * a.dtype.itemsize / machine.memory for dim in ragged)
     gain = 2 * batch * m * n * k / machine.flops * (machine.unaligned - 1) - rests
     return Unaligned(i, multiple, sizes, tuple(dim for dim in "kmn" if dim in ragged), tuple(pitched), gain)

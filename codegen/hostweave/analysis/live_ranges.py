@@ -62,8 +62,8 @@ MemoryEvents = tuple[MemoryEvent, ...]
 
 @ir.analysis
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> MemoryEvents:
-    """Begins and ends of live ranges, calls and joins, in program order. Omits ends and joins without effect. At the end of a function,
-    ends and joins have an effect, because another call may follow."""
+    """Begins and ends of live ranges, calls of allocating functions, and joins, in program order. Omits ends and joins without effect. At
+    the end of a function, ends and joins have an effect, because another call may follow."""
     ranks = frozenset(program.mesh.all_ranks)
     return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), ranks, ranks if is_function else frozenset())
 
@@ -157,7 +157,7 @@ def _needed(events: MemoryEvents, ranks: frozenset[int], follows: frozenset[int]
 
 
 def flat(events: MemoryEvents) -> Iterator[MemoryEvent]:
-    """All events in order, with the contents of `OnRanks`."""
+    """All events in order. The contents of `OnRanks` replace it."""
     for event in events:
         yield from flat(event.events) if isinstance(event, OnRanks) else (event,)
 
