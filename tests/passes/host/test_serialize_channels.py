@@ -37,7 +37,7 @@ def in_turn(program: HostProgram) -> HostProgram:
 
 
 def ordered(program: HostProgram) -> str:
-    """Text of the program's body after the passes that order channels. The program must pass the check."""
+    """Text of the body after the passes that order channels. The new program must pass the check."""
     result = in_turn(program)
     verify_host(result)
     check(result)

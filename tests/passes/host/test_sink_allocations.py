@@ -1,4 +1,4 @@
-"""The pass sink_allocations: buffers of a mesh of some ranks are allocated in the `on` body that first uses them."""
+"""The pass sink_allocations moves an allocation in an `on` body to the `on` body that first uses the buffer."""
 
 from __future__ import annotations
 

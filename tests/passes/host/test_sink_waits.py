@@ -28,7 +28,7 @@ def host(body: str) -> HostProgram:
 
 
 def sunk(body: str) -> str:
-    """Text of the body after the loop, when the pass has run."""
+    """Runs the pass. Returns the text after the last loop or stream block."""
     result = sink_waits(host(body), Options())
     verify_host(result)
     check(result)

@@ -1,4 +1,4 @@
-"""The pass split_reductions splits a reduction of many elements to few into two kernels. Results are equal up to rounding."""
+"""The pass split_reductions splits a reduction of many elements to few results into two kernels. Results are equal up to rounding."""
 
 from __future__ import annotations
 

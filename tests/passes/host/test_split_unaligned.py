@@ -15,7 +15,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.types.machine import H200
 from hostweave.types.numpy_dtypes import numpy_dtype
 
-SLOW = hw.Options(machine=replace(H200, unaligned=1e9))  # With these options, an unaligned matmul of any size is slow.
+SLOW = hw.Options(machine=replace(H200, unaligned=1e9))  # In this cost model, unaligned matmuls of all sizes are slow.
 
 
 def computes(function: Any, options: hw.Options = SLOW, mesh: Any = None, **specs: Any) -> str:
