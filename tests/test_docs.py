@@ -75,7 +75,7 @@ def test_the_page_on_timelines_shows_the_printed_report(tmp_path: Path, monkeypa
 
 
 def test_the_gallery_shows_compiled_examples() -> None:
-    """Tests one entry of the gallery. The build of the documentation generates all entries."""
+    """Generates one entry of the gallery. The build of the documentation generates all entries."""
     made = runpy.run_path(str(ROOT / "docs" / "gallery.py"))
     ring = next(entry for entry in made["ENTRIES"] if entry.name == "ag_matmul_ring")
     page = "\n".join(made["shown"](ring))
@@ -87,7 +87,7 @@ def test_the_gallery_shows_compiled_examples() -> None:
 
 @pytest.mark.extra("torch")
 def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
-    """Runs only one block of the page. The other blocks need a model and GPUs."""
+    """Runs only one block of the page. The other blocks need a model."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     text = (ROOT / "docs" / "pytorch.md").read_text()
     (block,) = re.findall(r"```python\n(import torch.nn.functional as F.*?)```", text, re.DOTALL)

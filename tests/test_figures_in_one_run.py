@@ -31,7 +31,7 @@ def test_all_commands_of_the_page(figures: Any) -> None:
     named = {name for command in re.findall("`hostweave bench ([a-z_ ]+)`", page) for name in command.split()}
     named |= set(re.findall(r"benchmarks/([a-z_]+)\.py", page))
     run = {word.removesuffix(".py") for words in figures.PARTS.values() for word in words}
-    assert named - {"figures", "comm"} <= run  # `comm` is for machines with more GPUs.
+    assert named - {"figures", "comm"} <= run
     assert all((BENCHMARKS / f"{name}.py").exists() for name in named)
 
 

@@ -157,8 +157,8 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_each_pass_has_a_test_file_that_names_it() -> None:
-    """Each pass has a test file with its name. Each folder of tests is a folder of the package, one of `others`, or directly inside
-    one of these."""
+    """Each pass has a test file with its name. Each folder of tests is a folder of the package, one of `others`, or a direct
+    subfolder of one of these."""
     tests = Path(__file__).parent
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
@@ -213,7 +213,7 @@ def test_algorithms_are_not_compared() -> None:
 def test_names_of_transports_are_not_compared() -> None:
     """Only modules in the folders `transports`, `targets` and `build`, and the modules in `known`, name NCCL or the transport two_sided."""
     words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
-    # These files have reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
+    # NCCL is in reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
     known = {"emit/names.py", "runtime/providers.py", "cli/main.py", "api.py"}
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()

@@ -1,4 +1,4 @@
-// Streams, events and memory behave as on a GPU.
+// Streams, events, memory and schedules of the CPU device.
 #include <chrono>
 #include <cmath>
 
