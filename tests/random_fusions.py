@@ -420,7 +420,7 @@ def wider(seed: int) -> Generator:
 
 
 def _exchanged(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """All-gather, reduce-scatter or all-reduce of a few elements, next to pointwise ops."""
+    """Reshard of a few elements to a replicated or sharded tensor, or of partial sums, next to pointwise ops."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     rows, columns = t.shape
     axis, size = g.random.choice(g.mesh.axes)

@@ -137,7 +137,7 @@ def run_all(rank: Rank, which: str) -> None:
             nothing = dict.fromkeys(program.host.given_sizes(), 0)
             none = integer_arrays(fusion, sizes | nothing, seed=0)
             rank.check(fusion, program, none, program(*rank.local(fusion, none), sizes=nothing if is_told else None))
-        results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # All calls are in flight at once.
+        results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # On CUDA, no call waits for its results.
         for arrays, result in zip(calls, results, strict=True):
             rank.check(fusion, program, arrays, result)
         if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
@@ -186,7 +186,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
 
 def run_graphs(rank: Rank) -> None:
     """Tests that calls of programs with signals become graphs. The 2 ranks pass three sets of arrays in different
-    orders. In call 18, rank 1 passes a fourth set."""
+    orders. Only call 1 of both ranks and call 18 of rank 1 pass the fourth set."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))

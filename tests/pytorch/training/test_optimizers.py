@@ -136,7 +136,7 @@ def test_clipped_and_accumulated() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype: Any) -> None:
-    """The state has the same dtype as in torch. 16-bit parameters are rounded once per update."""
+    """The state has the same dtypes as in torch."""
     torch.manual_seed(0)
     module = Mlp().to(dtype)
     want, x = copy.deepcopy(module), torch.randn(4, 8, dtype=dtype)
@@ -311,7 +311,7 @@ def test_replayed_steps_have_the_numbers_of_recorded_steps(kind: str, monkeypatc
 
 
 def test_a_step_that_becomes_another() -> None:
-    """From its sixth step on, RAdam uses another formula, so the call raises an error."""
+    """From its sixth step on, RAdam uses another formula, so the sixth call raises an error."""
     module = Mlp()
     optimizer = torch.optim.RAdam(module.parameters())
     step, x = compiled(module, optimizer), torch.randn(4, 8)

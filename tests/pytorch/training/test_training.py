@@ -49,7 +49,7 @@ def expect_training(name: str, ranks: int, steps: int, device: str = "cpu", dtyp
     return compiled
 
 
-LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # (model, ranks) pairs that train for all STEPS; other pairs train for one step
+LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # (model, ranks): all STEPS on the CPU; other pairs train for one step there
 QUICK = [*LONG, ("vit", 4)]  # pairs that contain every model and every mesh; other pairs run with -m slow
 PAIRS = [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in product(MODELS, MESHES)]
 
