@@ -381,7 +381,7 @@ def test_an_attribute_that_is_set_on_the_compiled_module(training: bool) -> None
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_compiled_module_cannot_be_copied(copied: Any, fullgraph: bool) -> None:
-    """copy.deepcopy must not use the `__deepcopy__` of the original torch.fx.GraphModule, which copies only this module."""
+    """The original torch.fx.GraphModule has a `__deepcopy__`, which would copy only the original module."""
     x = torch.ones(2, 4)
     model = hostweave.torch.compile(torch.fx.symbolic_trace(nn.Linear(4, 4)), hw.Mesh(tp=1), {}, (x,), fullgraph=fullgraph)
     with pytest.raises(ArgumentError, match="cannot be copied or pickled; copy or save the original module, and compile it after loading"):

@@ -190,7 +190,7 @@ def test_results_are_laid_out_as_by_torch() -> None:
 class OfSamples(torch.nn.Module):
     """Inverts regularised covariances, and computes the log-determinants of covariances, for each element of a batch.
 
-    The covariance of two samples is singular. The check in `hw.compile` uses small sizes, so programs for many samples meet such matrices.
+    The covariance of two samples is singular. The check in `hw.compile` uses small sizes, so it computes with such matrices.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ GRADIENTS_ARE_WRONG_IN_TORCH = ("as_strided_scatter",)  # torch's gradient of el
 
 
 def refused_entries(kind: str) -> set[str]:
-    """Refused entries of one kind on the page, including those of "float32, forward"."""
+    """Entries that the page lists as refused in this kind, or in "float32, forward"."""
     found = set[str]()
     for section in PAGE.read_text().split("\n## ")[1:]:
         if section.partition("\n")[0] in (kind, "float32, forward"):
@@ -80,8 +80,7 @@ def expect_as_torch(batch: list[Entry], ranks: int, rtol: float = 1e-4) -> None:
 
 
 def _is_nearer(mine: list[torch.Tensor], theirs: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
-    """True if the largest error of 16-bit results, relative to float32 results, is at most that of torch. In some ops, torch rounds more
-    often."""
+    """True if no 16-bit result is farther from its float32 result than torch's. In some ops, torch rounds more often."""
     errors = [
         [max((one.double() - right.double()).abs().flatten().tolist(), default=0.0) for one, right in zip(of, exact, strict=True)]
         for of in (mine, theirs)
