@@ -71,7 +71,7 @@ class Instruction:
     orders: ClassVar[bool] = False  # True if no work may move across the instruction
     marks: ClassVar[bool] = False  # True if the instruction records when a stream reaches it
     log_sum_exps: ClassVar[str] = ""  # "gives" if the field `lse` is written, "takes" if it is read
-    grouped: ClassVar[bool] = False  # True if sends and recvs are posted as a group
+    grouped: ClassVar[bool] = False  # True if the instruction posts several sends and recvs as one group
     # kind of communication: send, recv, collective, signal, wait_signal or get
     posts: ClassVar[str] = ""
     exchanges: ClassVar[bool] = False  # True if the launched kernel exchanges data with kernels of other ranks
@@ -295,7 +295,7 @@ Edits = Mapping[int, Instruction | Body]  # maps an instruction's index in `walk
 
 
 def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
-    """Applies `rule` to every instruction, first to those in bodies. Returns `body` itself if nothing changes."""
+    """Applies `rule` to every instruction, after the instructions of its bodies. Returns `body` itself if nothing changes."""
     result: list[Instruction] = []
     for old in body:
         new = with_bodies(old, lambda inner: rewrite(inner, rule))

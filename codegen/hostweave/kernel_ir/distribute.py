@@ -54,7 +54,7 @@ def _of_elements(loops: Loops) -> str:
     whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
     if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):
         return BY_BLOCK
-    # In a tile that is not full, threads after the end read the last columns again. Other threads may already have overwritten them
-    # with a result that varies along the reduced dims.
+    # In a tile that is not full, threads after the end read the last columns again. Other threads may already have overwritten these
+    # columns in place, if a result varies along the reduced dims.
     in_tiles = loops.count.is_int and int(loops.count) % TILE == 0
     return BY_COLUMNS if in_tiles or not any(map(loops.space.is_whole, loops.results)) else BY_THREAD

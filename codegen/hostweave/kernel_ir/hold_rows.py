@@ -43,7 +43,7 @@ RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
 FEW_HELD, FEW_INPUTS = 16, 12  # most held accesses that count as few: with computed values, and with inputs only
 LARGE = 256  # threads of a large block; a few more registers per thread already reduce the number of such blocks per multiprocessor
 HELD_ROWS = 5  # most held rows of unknown length; a row counts once per 16 bytes of a vector
-LATE_BYTES = 16 << 10  # largest sum of the bytes of rows that are held only for an early load
+LATE_BYTES = 16 << 10  # most bytes of rows that are held only for an early load, in a kernel without a collective
 EXPENSIVE = 16  # lowest cost per element of an expensive value, in additions
 
 
