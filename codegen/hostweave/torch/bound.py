@@ -33,7 +33,8 @@ class Copies:
             self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
 
     def renew(self, stream: Any = None) -> None:
-        """Updates all copies. Called before every call, because torch's version counter misses some writes. `stream`: see `on_stream`."""
+        """Updates all copies. Called before every call and launch, because torch's version counter misses some writes. `stream`: see
+        `on_stream`."""
         for name, tensor in self._tensors.items():
             with on_stream(stream, tensor):
                 self.blocks[name].copy_(self._block(name, tensor))
@@ -52,7 +53,7 @@ def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
 class ProgramPart:
     """A program with the module's tensors bound. A call passes all other inputs by name.
 
-    `numbers` maps inputs of the program to indices of arguments of the joint graph.
+    `numbers` maps inputs of the program to indices of arguments of the joint graph of forward and backward.
 
     A block of columns is not contiguous, so a program cannot read it in place. If each rank of a group has the whole tensor, the program
     reads the whole tensor and slices it.

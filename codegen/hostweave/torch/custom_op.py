@@ -16,9 +16,9 @@ def as_torch_op(program: Program, name: str) -> Any:
     """Registers a program as the custom op `name`, such as "mylib::mlp", and returns the op. The arguments of the op are the program's
     inputs in order.
 
-    The op works under torch.compile(fullgraph=True), torch.export and make_fx, and in CUDA graphs. In a process that is a rank of a group,
-    a call runs this rank, like `program(...)`. Otherwise a call runs all ranks in this process, like `program.run(...)`. The op has no
-    gradient. Use torch.library.register_autograd to attach a program that computes gradients.
+    The op works under torch.compile(fullgraph=True), torch.export and make_fx, and in CUDA graphs. In a process or thread that is a rank of
+    a group, a call runs this rank, like `program(...)`. Otherwise a call runs all ranks in this process, like `program.run(...)`. The op
+    has no gradient. Use torch.library.register_autograd to attach a program that computes gradients.
 
     Raises ArgumentError if `program` is not a compiled program, or donates inputs, or if the name has no namespace or is taken.
 
