@@ -44,7 +44,7 @@ class LossScale:
 
 
 def unscaled(gradients: Sequence[hw.Tensor], scale: hw.Tensor) -> tuple[list[hw.Tensor], hw.Tensor]:
-    """Divides gradients by the scale. Also returns the number of elements that are not finite."""
+    """Divides gradients by the scale. Also returns the number of gradient elements that are not finite."""
     wide = list(map(widened, gradients))
     counts = [hw.sum(hw.astype(one - one != 0, hw.f32)) for one in wide]
     inverse = 1 / scale

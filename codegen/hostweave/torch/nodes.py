@@ -35,7 +35,7 @@ def is_view(node: Any) -> bool:
 
 
 def is_size(node: Node) -> bool:
-    """True if a node computes a symbolic size, or a condition on symbolic sizes."""
+    """True if the value of a node is a symbolic number, or a condition on symbolic numbers."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
 
 

@@ -128,7 +128,7 @@ def symbolic() -> Iterator[list[Location | None]]:
 
 
 def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Variant of `__getitem__` or `__setitem__` that treats tensors without dims as ints, and so selects views."""
+    """Variant of `__getitem__` or `__setitem__` that treats integer tensors without dims as ints, and so selects views."""
 
     def access(x: torch.Tensor, index: Any, *value: Any) -> Any:
         items = list(index) if isinstance(index, tuple) else [index]
@@ -175,7 +175,7 @@ def _read(item: Any) -> Any:
 
 
 def _is_scalar(item: Any) -> bool:
-    """True for an index that is an element of a tensor."""
+    """True for an integer tensor without dims, or the int that it contains."""
     if isinstance(item, torch.SymInt):
         return bool(free_unbacked_symbols(item))
     return isinstance(item, torch.Tensor) and item.ndim == 0 and item.dtype != torch.bool and not item.dtype.is_floating_point

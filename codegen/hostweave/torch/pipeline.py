@@ -28,9 +28,8 @@ from hostweave.types.tensor import TensorType
 class Pipeline:
     """A compiled training pipeline. A call returns the mean loss of the micro-batches, and adds the gradients to `.grad`.
 
-    `program` is the compiled program. In a group, only ranks of the last stage receive the loss. A rank computes gradients only for
-    parameters of its stages, and may pass None for arguments that its stages do not read. Without a group, all ranks are in this process,
-    and arguments are whole tensors.
+    In a group, only ranks of the last stage receive the loss. A rank computes gradients only for parameters of its stages, and may pass
+    None for arguments that its stages do not read. Without a group, all ranks are in this process, and arguments are whole tensors.
 
     With `optimizer`, a call changes no `.grad`, but updates parameters and `optimizer.state` in place. Each rank updates the parameters of
     its stages. With `clip_grad_norm`, `grad_norm` is the gradient norm of the last call, over all stages and before clipping.

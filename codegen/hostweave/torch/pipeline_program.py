@@ -118,7 +118,7 @@ class _Recording:
         return scaled, *(self._as_parameter(*key, gradient) for key, gradient in self.gradients.items())
 
     def _step(self) -> list[hw.Tensor]:
-        """Returns the gradient norm on each stage's mesh if gradients are clipped, then the new parameters and state of each stage."""
+        """Returns the gradient norm on each mesh of stages if gradients are clipped, then the new parameters and state of each stage."""
         pipeline = self.pipeline
         gradients: dict[int, list[hw.Tensor]] = {}
         for number, updates in pipeline.updates.items():
@@ -137,7 +137,7 @@ class _Recording:
         return made
 
     def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
-        """Shards the gradient of a DTensor like this parameter. Replicates all other gradients."""
+        """Shards the gradient of a DTensor like the DTensor. Replicates all other gradients."""
         stage = self.stages[number]
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
@@ -209,7 +209,7 @@ class _Recording:
 
 
 def _moved(value: hw.Tensor, type: TensorType, mesh: Mesh) -> hw.Tensor:
-    """Moves a value to a mesh, with the sharding of `type`."""
+    """Moves a value to a mesh with the sharding of `type`, unless the value is on this mesh."""
     if value.type.mesh == mesh:
         return value
     return hw.reshard(value, *(f"{dim.size}@{','.join(dim.axes)}" if dim.axes else dim.size for dim in type.dims), mesh=mesh)
