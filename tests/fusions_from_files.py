@@ -16,7 +16,7 @@ MORE, ONE_SIDED, EXCHANGES, FEATURES = (Path(__file__).with_name(f"fusions_{name
 
 @cache
 def fusions(file: str, ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Fusions of a file by name. Replaces the constants D, S and dtype of the file."""
+    """Fusions of a file by name. Replaces the constants D and dtype of the file, and S if `chunks` is given."""
     constants = {"D": ranks, "dtype": dtype} | ({"S": chunks} if chunks else {})
     programs = programs_in(load_file(EXAMPLES / file, constants))
     return {name: program for name, program in programs.items() if isinstance(program, Fusion)}

@@ -1,4 +1,4 @@
-"""Programs in CUDA graphs, captured by `program.capture`, by torch or by the driver API: replays between calls, and failed captures."""
+"""Programs in CUDA graphs, captured by `program.capture`, torch, CuPy or the driver API: replays between calls, and failed captures."""
 
 from __future__ import annotations
 
