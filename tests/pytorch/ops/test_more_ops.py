@@ -364,7 +364,7 @@ def test_layers_keep_the_shardings_of_data() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_attention_to_one_head_of_keys(ranks: int) -> None:
-    """All heads of queries use one head of keys and values, as in Falcon and MPT."""
+    """All heads of queries use one head of keys and values, as in Falcon 7B."""
 
     class OneHead(nn.Module):
         def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -162,7 +162,7 @@ def test_fully_shard_states_all_shardings(mesh: Any) -> None:
 
 
 def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
-    """Weights are f32, and the program casts them. Arguments are cast if the policy requires this."""
+    """Weights and arguments are f32, and the program casts them to bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = hostweave.torch.compile(
         prepared(mesh, mp_policy=policy), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True

@@ -86,7 +86,7 @@ def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ["dtensors"]),  # GPT-2 is omitted, because an example below trains a GPT-2.
+        (2, ["dtensors"]),  # GPT-2 is omitted, because the example torch_train.py trains one.
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["vit"]), (4, ["bert"]), (2, ["gpt2", "llama", "bert", "vit"]))),
     ],
 )
@@ -162,7 +162,7 @@ mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 @pytest.mark.parametrize("name", ["DTensor", pytest.param("shard_map", marks=pytest.mark.extra("jax"))])
 def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
-    """Runs the page's code for another system in a separate process, because the system has global state."""
+    """Runs the code of a documentation page in a separate process, because the other system has global state."""
     text = (DOCS / "coming-from.md").read_text()
     found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)
     arrays = re.search(r"(import numpy.*?)@hw", text, re.DOTALL)
