@@ -28,7 +28,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def runs() -> list[int]:
-    """Number of runs of each algorithm since the last call of this function."""
+    """Number of runs of each algorithm since the last call of this function, or since the beginning of the test."""
     counts = [DEVICE.hw_cpu_runs_of_algorithm(i) for i in range(3)]
     DEVICE.hw_cpu_set_algorithms(3)
     return counts
@@ -62,7 +62,7 @@ def blocks(given: dict[str, np.ndarray], rank: int) -> list[np.ndarray]:
 
 
 def known(program: hw.Program) -> dict[str, int]:
-    """Index of the fastest algorithm for each problem that this process has measured."""
+    """Index of the fastest algorithm for each problem that this process has measured or loaded."""
     return {problem: algorithm[0] for problem, algorithm in program.module.measured_algorithms().items()}
 
 

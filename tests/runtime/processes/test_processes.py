@@ -37,7 +37,7 @@ class Place:
     programs: str
     ranks: int  # number of ranks that run the programs
     killed: int  # number of ranks in tests that end or stop a rank
-    trials: int  # repetitions of each test that kills a rank
+    trials: int  # repetitions of test_a_rank_is_killed; some tests run every fourth of these
 
     @property
     def right(self) -> str:
