@@ -62,7 +62,7 @@ class Graph:
     layouts: Layouts
     mesh: hw.Mesh
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
-    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # parameter -> sharding in which ops read it
+    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # input -> sharding in which ops read it
     results: list[AxesOfDims | None] | None = None  # shardings of outputs, None if inferred; see `_placed` of trace.py
     labels: list[str] = field(default_factory=list)  # names of outputs, or empty
     spec: Any = None  # pytree structure of the module's results
@@ -119,7 +119,7 @@ class Graph:
     @cached_property
     def returned(self) -> list[Any]:
         """Values that the graph returns: new values of written tensors, other results of the module (which may be None), and checked
-        conditions. A result in `shared` is replaced by the tensor whose memory it shares."""
+        values. A result in `shared` is replaced by the tensor whose memory it shares."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (self.shared.get(one, one),))]

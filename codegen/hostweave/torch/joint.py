@@ -317,7 +317,7 @@ def _computed_of(graph: Any) -> list[Node]:
 
 
 def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
-    """Divides gradients of row-sharded results by the number of blocks, because `fully_shard` averages the losses of the blocks."""
+    """Divides gradients of row-sharded results by the number of blocks, because `fully_shard` averages the gradients of the blocks."""
     ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
     for tangent, result in zip(tangents, results, strict=True):
@@ -437,7 +437,7 @@ def _cut_before_padding(graph: Any) -> None:
 
 
 def _simplify(made: GraphModule) -> None:
-    """Removes nodes that compute nothing. Gives backward nodes without a source line that of their forward node."""
+    """Removes nodes that compute nothing. Backward nodes without a source line get the line of their forward node."""
     lines: dict[int, str] = {}
     for node in list(made.graph.nodes):
         is_same_view = op_of(node) == "view.default" and node.meta["val"].shape == node.args[0].meta["val"].shape
