@@ -159,10 +159,7 @@ def test_a_sum_of_sizes_that_ranks_share() -> None:
 
 
 def test_views_of_more_dims_than_arrays_have() -> None:
-    """A communication along a dim needs a view with an additional dim for blocks. Kernels that copy accept any number of dims.
-
-    The view is used if the number of ranks divides the dim. Otherwise, blocks are packed.
-    """
+    """A communication along a dim needs a view with an additional dim for blocks. Kernels that copy accept any number of dims."""
 
     @hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["A", 3, "4@x", 2, "4@y", 3, 4, "H"])
     def turned(x):  # type: ignore[no-untyped-def]

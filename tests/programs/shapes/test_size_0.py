@@ -1,4 +1,4 @@
-"""Calls with sizes of 0, with each transport, and with empty slices."""
+"""Calls with sizes of 0 on each transport, and calls with empty slices."""
 
 from __future__ import annotations
 

@@ -113,8 +113,7 @@ def test_calls_of_the_ranks_of_a_group() -> None:
 
 
 def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group frees the least recently used variants. All ranks free a variant at the same call, unless a captured call uses the
-    variant."""
+    """`run` and each rank of a group keep only the most recently used variants. A captured call keeps its variant."""
     monkeypatch.setattr(variants, "MOST_PER_GROUP", 2)
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])

@@ -22,7 +22,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.pipeline import lower
 
 RANKS, TRANSPORTS = (1, 2, 3, 4, 8), ("auto", "two_sided", "peer", "one_sided")
-ROWS = (5, 7, 12)  # rows of each shard
+ROWS = (5, 7, 12)  # rows of each shard, or all rows in `summed`
 QUICK = [*((n, rows) for n in (1, 2, 3) for rows in (5, 12)), (8, 5)]  # Other pairs are similar, and run with -m slow.
 # Pairs of (ranks, rows) that run without -m slow. Transport auto covers all algorithms, so the other transports have few pairs.
 WITH = {"auto": QUICK, "two_sided": [(3, 5)], "peer": [(2, 12), (3, 12)], "one_sided": [(1, 5), (2, 5), (8, 5)]}

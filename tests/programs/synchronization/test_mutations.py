@@ -2,8 +2,8 @@
 
 A mutant lacks one synchronisation, and runs on the CPU device. The caller's stream writes inputs and reads outputs. Several calls are in
 flight, and outputs and temporaries are NaN before each call. If the static check rejects the mutant, one of the tried schedules must give
-wrong results, and one must report a missing dependency. Otherwise none may do so. Mutants without the order of channels (TURNS) are an
-exception: they may deadlock, but give right results.
+wrong results, and one must report a missing dependency. Otherwise none may do so. Waits for events that are never recorded are not
+checked. Mutants without the order of channels (TURNS) are an exception: they may deadlock, but give right results.
 """
 
 from __future__ import annotations
