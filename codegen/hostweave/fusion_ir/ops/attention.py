@@ -273,7 +273,7 @@ def _map_of_gradients(types: Types, op: Op) -> IndexMap:
     return IndexMap(operands, result, frozenset(filter(None, rows)))
 
 
-KERNEL_HEADS = (64, 128, 256)  # head sizes of this package's kernels; a smaller head uses the next larger kernel
+KERNEL_HEADS = (64, 128, 256)  # maximum head sizes of this package's kernels
 MAX_HEAD = KERNEL_HEADS[-1]
 
 

@@ -1,4 +1,4 @@
-"""Attributes of ops: name in the text, and type."""
+"""Attributes of ops: name in the text, type, and default if the attribute is optional."""
 
 from hostweave.fusion_ir.ir import Attribute, MeshAxes
 from hostweave.types.blocks import Transfer

@@ -42,7 +42,7 @@ def lagged_by(op: Op) -> dict[int, int]:
 
 def result_type(op: Op, index: int) -> TensorType:
     """Type of result `index` of a call or a repeat. With a depth, the result is a stack over the calls. The indices
-    of a repeat count the function's results, then its operands and its results again, as stacks of values that calls pass on."""
+    of a repeat count the function's results, then its operands, then its results again. The last two are stacks of carried values."""
     types = (*op.called.output_types, *(value.type for value in op.called.inputs), *op.called.output_types)
     return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])
 

@@ -65,7 +65,7 @@ class OpDef:
     rounds_operands: bool = False  # kernels round a computed operand of at most 16 bits to its dtype, as a store would
     fiber: str = ""  # C++ function that processes all elements along one dim; such an op is a separate kernel
     parts_fibers: bool = False  # threads that process a row together write separate elements, so they need no synchronisation
-    in_clusters: bool = False  # a cluster of thread blocks may process several rows together
+    in_clusters: bool = False  # the thread blocks of a cluster may process a row together
     gathers: bool = False  # reads its first operand at an index, which is the second operand or is computed
     updates: bool = False  # updates some elements of its first operand in place
     # For each operand: dim of the result -> start of the operand along this dim.

@@ -1,4 +1,4 @@
-"""Grouped matmuls: products of groups of rows with one matrix per group.
+"""Grouped matmuls: products of groups of rows with one matrix per group, or with the same groups of another operand (grouped_outer).
 
 Group e consists of rows `starts[e]` to `ends[e]` - 1. The bounds are data. Groups must be in order, and must not overlap.
 If the rows are sharded, each rank computes with its own rows of each group. If the groups are sharded, a rank has some of the groups.

@@ -28,7 +28,7 @@ from hostweave.types.tensor import Dim, DType, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
-INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of this dim in a source, update or result with other indices
+INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the unrelated dim of a source, update or result
 
 
 def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
