@@ -22,7 +22,7 @@ Array = Any  # an array of any supported library
 class ArrayLibrary(Protocol):
     """Operations of an array library, with common defaults."""
 
-    gives_copies: bool = False  # True if `give` may copy; the caller then does not see later writes
+    gives_copies: bool = False  # True if `give` may copy; a copy does not show later writes to the array
 
     def accept(self, array: Array) -> Array:
         """Returns the array in the form that the other methods take, if possible without a copy. Raises TypeError with the reason if a

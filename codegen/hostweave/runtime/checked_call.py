@@ -42,7 +42,7 @@ class CheckedCall:
     """Addresses and shapes of the checked arrays of a call. Keeps no array alive."""
 
     table: BoundTable
-    library: ArrayLibrary | None  # library of the first array on this rank
+    library: ArrayLibrary | None  # library of the first array that the call passes on this rank, otherwise that of the table
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
     sizes: tuple[tuple[str, int], ...]  # sizes= of the caller
@@ -60,8 +60,8 @@ class CheckedCall:
 
 
 class Arguments:
-    """Checks the arrays of calls on a rank. Arrays must fit their parameters, shapes must be consistent, and a written array must not
-    overlap another."""
+    """Checks the arrays of calls on a rank. Arrays must fit their parameters and the caller's sizes, and a written array must not overlap
+    another."""
 
     def __init__(
         self,
