@@ -1,4 +1,4 @@
-"""The pass merge_contractions. If reshapes merge equal dims of both operands, in one order, into the inner dim of a matmul, the matmul
+"""The pass merge_contractions. If reshapes merge equal dims of both operands, in the same order, into the inner dim of a matmul, the matmul
 becomes a contraction over these dims."""
 
 from __future__ import annotations
