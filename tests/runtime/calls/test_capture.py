@@ -139,7 +139,7 @@ def test_ranks_decide_together_to_use_graphs(name: str, ranks: int) -> None:
         (one,) = group.programs.values()
         for i in (*random.permutation(3), *random.integers(3, size=26)):
             call(*sets[i])
-            # The ranks use graphs from call 9 on, because earlier calls passed new arrays.
+            # Ranks vote before calls 3, 5 and 9. Calls 1 to 4 pass new arrays, so the ranks use graphs from call 9 on.
             assert one.common_graphs.agreed == (len(results) >= 8)
         graphs = one.native.graphs
         call(*sets[0] if rank else new())

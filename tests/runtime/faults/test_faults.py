@@ -1,5 +1,5 @@
 """Fault injection. If a device call fails during preparation, there is an error, nothing leaks, and the next call works. Also tests
-processes that end while a program runs."""
+adopted communicators, and processes that end with programs open."""
 
 from __future__ import annotations
 
