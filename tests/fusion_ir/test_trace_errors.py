@@ -26,7 +26,7 @@ ERRORS = {
     "rank of matmul": (
         "return hw.matmul(x, w)",
         {"w": 'hw.bf16["K"]'},
-        "4: matmul: rank mismatch: bf16[K] has 1 dims, at least 2 are needed; use x[None] or x[:, None]",
+        "4: matmul: bf16[K] has 1 dims, at least 2 are needed; use x[None] or x[:, None]",
     ),
     "batch dims": (
         "return hw.matmul(x, w)",

@@ -89,8 +89,8 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
-    """Results of a repeat. First come the function's results: a carried result of the last call, and other results stacked over all calls.
-    Then comes one entry per operand and per result: the stack of its values if it is carried, otherwise None."""
+    """Results of a repeat. First come the function's results: the last value of each carried result, and the stack of the values of each
+    other result. Then comes one entry per operand and per result: the stack of its values if it is carried, otherwise None."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

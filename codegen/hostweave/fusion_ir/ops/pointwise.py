@@ -114,7 +114,7 @@ def _lgamma(x: float) -> float:
 
 
 def _inverse(word: str) -> Callable[..., Any]:
-    """NumPy's inverse function. NumPy 1 has only the name that begins with `arc`."""
+    """NumPy's inverse of the function `word`. NumPy 1 has only the name that begins with `arc`."""
     return lambda np, x: getattr(np, f"arc{word}")(x)
 
 

@@ -160,7 +160,7 @@ def _matmul(types: Types, op: Op) -> TensorType:
     for operand in types:
         if not 1 <= count < len(operand.dims):
             needed = f"{operand} has {len(operand.dims)} dims, at least {count + 1} are needed"
-            raise Mismatch(f"rank mismatch: {needed}; use x[None] or x[:, None]")
+            raise Mismatch(f"{needed}; use x[None] or x[:, None]")
     if a.shape[-count:] != b.shape[-1 - count : -1]:
         raise Mismatch(f"inner dims differ: {a} x {b}; {_transposed(a, b)}")
     batches = [TensorType(t.dtype, t.dims[: -1 - count]) for t in types]

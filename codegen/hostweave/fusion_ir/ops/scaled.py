@@ -12,8 +12,8 @@ BLOCK = 128  # number of elements that share a scale, along a dim with block sca
 TENSOR, ROW, BLOCKS = "tensor", "row", "block"
 SCALINGS = (TENSOR, ROW, BLOCKS)
 RESULTS = (bf16, f16, f32)
-# Reasons why cuBLASLt cannot compute a scaled matmul: the machine lacks support, both operands are f8e5m2, or K or N is no multiple of
-# MULTIPLE.
+# Reasons why cuBLASLt cannot compute a scaled matmul: the machine lacks support, both operands are f8e5m2, or the local K or N is no
+# multiple of MULTIPLE.
 MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
 MULTIPLE = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of MULTIPLE
 
