@@ -57,7 +57,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
         if not set(dim_size.factors) <= sizes.keys():
             continue  # ceil(...) and local(...) are integers at any size. `_search` tests sums.
         if dim_size.factors and (dim_size * dim_size.divisor).bind(sizes) % dim_size.divisor:
-            # In a product of several symbols, the first symbol becomes a multiple of the divisor.
+            # In a product of several symbols, only the first symbol changes.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
     steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
@@ -65,7 +65,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
-    """Number of calls of a repeat to check. It is odd if `count` is odd. Constant indices into parameter groups are less than it."""
+    """Number of calls of a repeat to check: odd if `count` is odd, and greater than each constant index into a parameter group."""
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
@@ -147,7 +147,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = MAX_FACTOR) -> tup
     changes = [_changes(program, condition, smallest, max_factor) for condition in conditions]
     factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
     for larger in sorted(filter(None, changes), key=len):
-        # Enlarges one symbol for each condition. Prefers a symbol that changes several conditions.
+        # Enlarges one symbol for each condition. Prefers an enlarged symbol, and then a symbol that changes several conditions.
         name = min(larger, key=lambda name: (name not in factors, -sum(name in other for other in changes), larger[name]))
         factors[name] = max(factors.get(name, 1), larger[name])
     if not factors:
