@@ -79,14 +79,14 @@ class Builder:
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """Emits a copy whose result the current body does not read. If `aside` is a list, appends the copy to it instead."""
+        """Emits a copy whose result the current body does not read, or appends the copy to `aside` if that is a list."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """Calls `emit`, which emits a sum of terms. If `sums` is a list, appends `emit` to it instead."""
+        """Calls `emit`, which emits a sum of terms, or appends `emit` to `sums` if that is a list."""
         if self.sums is None:
             emit()
         else:
@@ -269,7 +269,7 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True for parameters that peers can access, and for every allocation, because `with_windows` moves allocations to windows."""
+        """True for parameters that peers can access, and for every allocation, because `with_windows` moves it to a window if needed."""
         return name in self._windows
 
     def is_outside(self, name: str) -> bool:
@@ -304,7 +304,7 @@ class Builder:
 
 
 def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
-    """Merges consecutive `on` bodies of one mesh. `mesh` is the mesh of the enclosing body. Inlines `on` bodies of this same mesh."""
+    """Merges consecutive `on` bodies of one mesh, and inlines `on` bodies of `mesh`, the mesh of the enclosing body."""
     result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:

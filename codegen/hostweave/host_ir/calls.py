@@ -61,7 +61,7 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
     """Inverse of `bodies`. If there are several parts, merges equal kernels, and removes unused channels. If two event pools, or two
-    different kernels, have one name, renames the second. A pool of streams gets the largest size that a part needs."""
+    different kernels, have one name, renames the second. A pool of streams gets the largest size that a part declares."""
     program = parts[-1]
     if len(parts) == 1:
         return program
