@@ -1,4 +1,4 @@
-"""Providers give `hw.init` the rank and a store. There is one class for each way to start ranks."""
+"""Providers give `hw.init` the rank, and a store if the ranks have one. There is one class for each way to start ranks."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class Environment(KnownRank):
 
 @checked_arguments
 class TorchStore(KnownRank):
-    """Ranks that are processes of torch.distributed. Only the store of torch.distributed is used.
+    """Ranks that are processes of torch.distributed. Uses only the store, rank and number of ranks of torch.distributed.
 
     `store`, `rank` and `count` may replace those of the default process group. Raises ArgumentError if torch.distributed is not initialised
     and one of the three is missing, or if `store` is not a store of torch.distributed. Raises MissingPackage if PyTorch is not installed.
@@ -325,7 +325,7 @@ def default_provider() -> Provider:
 
 @atexit.register
 def close_servers() -> None:
-    """Closes this process's stores at exit, after at most a few seconds in which ranks can read the last records."""
+    """Closes this process's stores at exit. Each store first waits, for up to 5 s, until its clients have disconnected."""
     with _servers_lock:
         for server in _servers.values():
             server.close(linger=5)
