@@ -37,7 +37,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """Predicted timeline of a program, and measured timeline if there is one. `str` shows the totals. Notebooks show a picture.
+    """Predicted timeline of a program, and measured timeline if there is one. `str` shows the totals, and the `differences` if there are
+    any. Notebooks show a picture.
 
     Example: `hw.compile(f).timeline(x, w).save("f.html")`.
     """

@@ -26,7 +26,7 @@ from hostweave.types.mesh import Sizes
 
 @dataclass(slots=True, eq=False)
 class Rendezvous:
-    """Tasks of several ranks that must all start before their communication proceeds."""
+    """Tasks that must all start before any task of `awaited_by` begins its work."""
 
     tasks: list[SimulatedTask]
     awaited_by: list[SimulatedTask]
@@ -77,7 +77,7 @@ def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[s
     serialised also follows the previous such communication."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
-    engine: dict[object, str] = {}  # stream -> engine that its last operation used
+    engine: dict[object, str] = {}  # stream -> last engine that it used
     posted: SimulatedTask | None = None
     has_met = False
     for operation in operations:
@@ -140,7 +140,7 @@ class _Simulator:
             end, _, task, rate = heapq.heappop(self.ends)
             if task.is_done or task.rate != rate or end < task.since:
                 continue
-            if (new_end := task.since + task.remaining / task.rate) > end + 1e-15:  # The task has become slower since.
+            if (new_end := task.since + task.remaining / task.rate) > end + 1e-15:  # The task was slower in the meantime.
                 self.push(new_end, task)
                 continue
             self.now = end

@@ -107,9 +107,9 @@ def compile(
     the mesh is for the stages. If the mesh has several axes, this axis must be named pp. With P coordinates along this axis, stage s is at
     coordinate `s % P`. A stage reads results of earlier stages. `example_inputs` is a whole batch. Each call splits its batch along the
     first dim into `microbatches`. `loss(output, target)` computes the loss, where `target` is the last argument of a call. Without `loss`,
-    the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved" or "zero_bubble". "auto", the default, starts from 1F1B,
-    interleaved if there are more than P stages. It changes the order if the cost model predicts a gain. `optimizer` has the parameters of
-    all stages; each rank stores only the state of its stages.
+    the last stage returns the loss. `schedule` is "gpipe", "1f1b", "interleaved", "zero_bubble" or "auto", the default. "auto" starts from
+    1F1B, interleaved if there are more than P stages, and changes the order if the cost model predicts a gain. `optimizer` has the
+    parameters of all stages; each rank stores only the state of its stages.
 
     Raises ProgramError for invalid arguments, for a plan that does not fit the module, and for a module that cannot be compiled. If ops are
     not supported, the error lists all of them, each with the first line that uses it. `example_inputs` that do not fit `forward` may also
