@@ -28,7 +28,7 @@ def on_terminal(command: list[str], cache: Path) -> tuple[str, str]:
         while True:
             try:
                 part = os.read(terminal, 4096)
-            except OSError:  # Linux raises OSError after the other end of the terminal is closed.
+            except OSError:  # On Linux, os.read fails after the other end of the terminal is closed.
                 break
             if not part:
                 break

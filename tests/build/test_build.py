@@ -300,7 +300,8 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("target", "folder"), [("cpu", "empty_cache"), pytest.param("cuda", "cache_with_runtime", marks=needs_cuda)])
 def test_only_changed_parts_are_compiled_again(target: Any, folder: str, request: pytest.FixtureRequest) -> None:
-    """After a change of a constant, only the file of kernels is compiled again. After a change of a name, the host program is too."""
+    """After a change of a constant, only the file of kernels is compiled again. After a change of a name, the host program
+    is also compiled again."""
     request.getfixturevalue(folder)
 
     def compiled(function: Any) -> set[str]:

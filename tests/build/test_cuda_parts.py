@@ -1,4 +1,5 @@
-"""Search for CUDA's headers and libraries in the toolkit and in pip wheels. Headers and libraries must have the same major version."""
+"""Search for CUDA's headers and libraries in the toolkit and in pip wheels. CUDA's headers and libraries, except NCCL,
+must have the same major version."""
 
 import re
 import tomllib
