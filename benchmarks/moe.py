@@ -146,7 +146,7 @@ def _through(ranks: int, hidden: int = HIDDEN, sent: Any = None) -> Fusion:
 def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
     """Yields calls that send rows to the ranks of their experts and back, without products.
 
-    Each case has a separate program. The cost model chooses between copy engines and NCCL for each program.
+    Each case has a separate program. The cost model chooses the transport of each program.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, compared with torch and hand-written code.
 
-Printed times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together, after a kernel that spins. The
+Printed times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together. The
 variants of a case, in the order of the output:
 
 - the compiler's choice, a chunk loop or none, compared with the fastest hand-written pipeline of puts or gets.
@@ -203,8 +203,8 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def _built_by_hand(cases: list[Case], given: Path | None, cublasmp: Path | None) -> tuple[Path, dict[str, str]] | None:
-    """Builds the hand-written code with the `given` NCCL. Returns the executable and its environment. Returns None if the build fails, for
-    example without nvcc, or if all cases have at most SMALL rows."""
+    """Builds the hand-written code with the `given` or the installed NCCL. Returns the executable and its environment. Returns None if the
+    build fails, for example without nvcc, or if all cases have at most SMALL rows."""
     if all(case.M <= SMALL for case in cases):
         return None
     found = find_cuda()
