@@ -97,7 +97,7 @@ class _Choice:
         self.joined[root.result.name] = members[1:]
 
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
-        """The streamed op, the communications of its operands, and the producers of the communicated values.
+        """The streamed op, the communications of its operands, the producers of the communicated values, and consumers that must join them.
 
         In a loop by shard, an iteration reads the shard of one rank, so the search stops at a gather of the chunked dim. In a loop across
         shards (`through_gathers`), all members that shard the chunked dim must have the same number of shards.
@@ -358,8 +358,8 @@ class _Loops:
         return True
 
     def moves_with(self, op: Op, loop: ChunkLoop) -> bool:
-        """True if one communication can do both `op` and the gathers of the loop. A third op must read the results of `op` and of the
-        first gather."""
+        """True if `op` and all ops of the loop are all_gathers that one communication can do. A third op must read the results of `op` and
+        of the first gather."""
         first, gathers = loop.ops[0], {each.kind for each in (*loop.ops, op)} == {"all_gather"}
         if not gathers or not any(user in self.flow.consumers[first.result.name] for user in self.flow.consumers[op.result.name]):
             return False

@@ -40,7 +40,7 @@ class _Decomposition(OpRewriter):
         self.types = dict(fusion.types)
         self.producer: dict[str, int] = {}  # value -> index of its op in `ops`
         self.consumers = consumers(fusion)
-        self.same: dict[str, str] = {}  # result of a removed reshard -> value that replaces it
+        self.same: dict[str, str] = {}  # removed value -> value that replaces it
         self.done: dict[tuple[str, TensorType], str] = {}
 
     def emit(self, op: Op) -> None:
@@ -154,7 +154,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
-        """Emits an intermediate step of a reshard. Returns its result, or the result of an equal earlier step."""
+        """Emits a step of a reshard. Returns its result, or the result of an equal earlier step."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)

@@ -46,7 +46,7 @@ class _Insertion(OpRewriter):
         super().__init__(fusion)
         self.options = options
         self.consumers = consumers(fusion)
-        self.done: dict[tuple[str, Layout], str] = {}  # (value, layout) -> its reshard; an equal reshard is inserted only once
+        self.done: dict[tuple[str, Layout], str] = {}  # (value, layout) -> the same value in this layout
         self.carried: dict[str, DType] = {}  # partial value that was cast -> its dtype in the program
 
     def add(self, op: Op) -> None:
@@ -96,7 +96,7 @@ class _Insertion(OpRewriter):
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
-        """Makes an op compute its result in `carrier`. Casts the operands, unless the op is a matmul that can write this dtype."""
+        """Makes an op compute its result in `carrier`. Casts the operands of the old dtype, unless a matmul can write `carrier`."""
         if not (OPS[op.kind].is_product and widens(type.dtype, carrier)):
             cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
             operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)

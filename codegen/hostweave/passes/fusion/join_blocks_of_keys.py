@@ -40,7 +40,7 @@ def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
 class _Joining(BlockWriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        self.known: dict[object, tuple[str, ...]] = {}  # operands -> results of ops
+        self.known: dict[object, tuple[str, ...]] = {}  # operands and attributes -> results of the ops made for them
 
     def add(self, op: Op) -> None:
         axes = self.axes_of_blocks(op)
