@@ -186,7 +186,7 @@ def test_matches_torch(ranks: int, dtype: DType) -> None:
 
 
 def test_the_scores_are_never_in_memory() -> None:
-    """The program has no matmuls or kernels, and copies no input. Attention without sharding allocates nothing."""
+    """The program has no matmuls or generated kernels, and copies no input. Attention without sharding allocates nothing."""
     ranks = 2
     fusion = attention(ranks, hw.bf16)
     instructions = list(tree.walk(lowered(fusion).body))

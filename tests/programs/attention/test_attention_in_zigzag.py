@@ -172,8 +172,8 @@ def test_each_rank_has_equal_work(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("fact", "other"),
     [
-        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # Each rank has the diagonal of the other rank's rows.
-        ("axis=1, halves=0", "axis=0, halves=1"),  # The piece of the keys is wrong.
+        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # In the second half, each rank has the diagonal of the other rank's rows.
+        ("axis=1, halves=0", "axis=0, halves=1"),  # The pieces of the keys are in a wrong order.
     ],
 )
 def test_positions_of_rows_in_the_program(fact: str, other: str) -> None:
