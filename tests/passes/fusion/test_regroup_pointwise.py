@@ -16,7 +16,7 @@ from hostweave.passes.fusion import regroup_pointwise
 
 
 def launches(function: Callable[..., Any], **specs: Any) -> int:
-    """Compares the results of a program with the reference. Returns the number of launches."""
+    """Compares the results of a program with the reference. Returns the number of launches of generated kernels."""
     fusion = hw.fusion(**specs)(function)
     program = hw.compile(fusion)
     arrays = random_arrays(fusion, {}, seed=0)

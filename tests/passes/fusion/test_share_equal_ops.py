@@ -144,7 +144,7 @@ UNITS = {
         """%s: f32[M@x, N] = matmul(%x, %w)
         %y: f32[M@x, N] pinned = reshard(%s)""",
     ),
-    "steps of tensors that axes of one rank shard become reshards": (
+    "reshard steps become reshards if axes of one rank shard the tensors": (
         "%x: f32[M@a,x, K]",
         """%h: f32[M@a, K] = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, K@a] = all_to_all(%h, dim=0, to=1, axes=(a))""",
