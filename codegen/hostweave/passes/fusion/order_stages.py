@@ -1,4 +1,4 @@
-"""Reorders the stages of a pipeline so that ranks wait less. Micro-batches in plain order (left) become a 1F1B schedule (right).
+"""Reorders the ops of pipeline stages so that ranks wait less. Micro-batches in plain order (left) become a 1F1B schedule (right).
 
     %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)              %f0: f32[M, N] on stage 0 = matmul(%x0, %w0)
     %g0: f32[M, N] on stage 1 = transfer(%f0)                 %g0: f32[M, N] on stage 1 = transfer(%f0)
@@ -17,7 +17,7 @@ from hostweave.options import Options
 from hostweave.tune.cost import seconds
 from hostweave.types.mesh import Mesh
 
-MAX_TIME_RATIO = 0.97  # largest accepted ratio of the predicted times of the new and the old order
+MAX_TIME_RATIO = 0.97  # the new order is used if its predicted time is below this share of the old one
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:

@@ -129,10 +129,10 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """In a body with matmuls or attention, moves all-reduces that overlap with nothing to the end, unless a large op needs them. Their
-    consumers follow. The all-reduces can then be grouped."""
+    """In a body with matmuls or attention, moves all-reduces that overlap with nothing to the end, unless a large op needs them. All
+    ops that depend on them follow. The all-reduces can then be grouped."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
-    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that read them, and the names of both
+    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that depend on them, and the names of both
     rest = list[Op]()
     for op in ops:
         name = op.result.name

@@ -20,7 +20,7 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
     """Merges equal ops. Skips copies, user kernels, calls of functions with user kernels, ops in chunk loops, and ops with results that
     chunk loops read.
 
-    A repeated op whose result is returned becomes a copy, unless its kind is `output`. Ops without operands, such as iota, are merged only
+    A later equal op with a returned result becomes a copy, unless its kind is `output`. Ops without operands, such as iota, are merged only
     if all consumers are local slices. Otherwise each kernel recomputes their values.
     """
     uses = consumers(fusion)
