@@ -84,7 +84,7 @@ def _split(part: ir.HostProgram) -> Iterator[str]:
         if rest_sizes := getattr(i, "rest", ()):
             (a, b, *_), (name,) = tree.names(i, "read"), tree.names(i, "write")
             (rows, terms), columns = uses.types[a].shape[-2:], uses.types[b].shape[-1]
-            for _ in filter(None, rest_sizes[1:]):  # Each split dim adds a slice of the result.
+            for _ in filter(None, rest_sizes[1:]):  # Each split dim of the result adds a slice.
                 (name,) = tree.names(uses.views[name].instruction, "alias")
             words = zip((terms, rows, columns), rest_sizes, ("terms", "rows", "columns"), strict=True)
             parts = (f"{size} and {rest} {word}" for size, rest, word in words if rest)

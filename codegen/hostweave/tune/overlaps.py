@@ -211,7 +211,7 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
     """Alternatives for a gather or a reduce-scatter outside of loops, fastest first. Empty if there are none, or if a size is unknown.
 
     A collective is always possible. Copy engines are possible if `reaches`. They use gets for reduce-scatters, and for operands that the
-    program allocates. Other operands are not in windows, so copy engines use puts. In an alternative with one chunk per rank, a
+    program allocates. For other operands, which are not in windows, they use puts. In an alternative with one chunk per rank, a
     separate matmul reads each gathered shard.
     """
     sizes, machine = options.sizes, options.figures
@@ -293,8 +293,8 @@ def min_gain(sequential: float) -> float:
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """Seconds of the ops that can overlap with a reshard outside of loops: ops after its operand and before the first consumer of its
-    result."""
+    """Seconds of computation that can overlap with a reshard outside of loops: ops after its operand and before the first consumer of
+    its result."""
     times = seconds(fusion, sizes, machine, tf32)
     ops = filled(fusion.ops, times)
     position = ops.index(reshard)
@@ -347,7 +347,7 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
 
 
 def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:
-    """Seconds of earlier communications that are still in flight at `position`. The op there waits for them in any case."""
+    """Seconds of earlier communications that are still in flight at `position`. The op at `position` waits for them."""
     in_flight = (at for at, op in enumerate(ops[:position]) if op.result.is_async and _first_use(ops, at) > position)
     return sum(times[ops[at].result.name] for at in in_flight)
 

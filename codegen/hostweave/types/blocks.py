@@ -75,9 +75,9 @@ class Route:
 class Transfer:
     """Routes of the blocks of a tensor from one mesh to another. A receiver gets each block of its local tensor exactly once.
 
-    Senders cut dim i of their local tensor into `sent[i]` blocks, and receivers into `received[i]` blocks, in row-major order. A receiver
-    that has a block already is also its sender. Otherwise, the ranks that have the block serve receivers round robin. If shards may be
-    uneven, a block ends where a shard of the source or of the target ends, and may be empty.
+    Senders cut dim i of their local tensor into `sent[i]` blocks, and receivers into `received[i]` blocks. Blocks are numbered in
+    row-major order. A receiver that has a block already is also its sender. Otherwise, the ranks that have the block take turns. If shards
+    may be uneven, a block ends where a shard of the source or of the target ends, and may be empty.
     """
 
     sent: tuple[int, ...]
