@@ -45,8 +45,8 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
 
 def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Compares the results of the program with those of NumPy. A fusion with user kernels is lowered and checked. The interpreter then
-    executes a copy in which built-in ops replace these kernels.
+    """Compares the results of the program with those of NumPy. A fusion with user kernels is lowered and checked. Then the same happens
+    to a copy in which built-in ops replace these kernels, and the interpreter executes the copy.
 
     A program may be impossible at the sizes of the generator, for example if it needs `M/2` and M is 7. Then the results are
     compared at other sizes. Returns False if nothing was compared.

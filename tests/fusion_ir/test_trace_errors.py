@@ -166,8 +166,8 @@ ERRORS = {
     "pad": (
         "return hw.pad(x, (1, 2, 3))",
         {},
-        "4: pad: (1, 2, 3) is not a flat list of ints, (before, after) for up to 2 dims of bf16[M, K], the last dim first; "
-        "write it like (2, 3, 0, 1)",
+        "4: pad: (1, 2, 3) is not a flat list of two ints per dim, for up to 2 dims of bf16[M, K]; "
+        "write (before, after) of the last dim first, like (2, 3, 0, 1)",
     ),
     "dims": (
         "return hw.expand_dims(x, 0)",
@@ -187,8 +187,8 @@ ERRORS = {
     "pad as NumPy's": (
         "return hw.pad(x, ((0, 1), (2, 3)))",
         {},
-        "4: pad: ((0, 1), (2, 3)) is not a flat list of ints, (before, after) for up to 2 dims of bf16[M, K], the last dim first; "
-        "write it like (2, 3, 0, 1)",
+        "4: pad: ((0, 1), (2, 3)) is not a flat list of two ints per dim, for up to 2 dims of bf16[M, K]; "
+        "write (before, after) of the last dim first, like (2, 3, 0, 1)",
     ),
     "reshape to a fraction": (
         "return hw.reshape(x, 3, -1)",

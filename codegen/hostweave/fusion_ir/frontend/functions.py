@@ -390,8 +390,8 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     if mode != "constant":
         raise ProgramError.here(f"pad: mode={mode!r} is not 'constant'; build other modes from slices and hw.concat")
     if len(pad) % 2 or len(pad) > 2 * x.ndim or not all(isinstance(count, int) for count in pad):
-        why = f"not a flat list of ints, (before, after) for up to {x.ndim} dims of {x.type}, the last dim first"
-        raise ProgramError.here(f"pad: {tuple(pad)} is {why}; write it like (2, 3, 0, 1)")
+        why = f"not a flat list of two ints per dim, for up to {x.ndim} dims of {x.type}"
+        raise ProgramError.here(f"pad: {tuple(pad)} is {why}; write (before, after) of the last dim first, like (2, 3, 0, 1)")
     if x.dtype.kind == "bool" and value in (0, 1):
         value = bool(value)
     if not fits(value, x.dtype):
