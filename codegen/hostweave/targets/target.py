@@ -56,7 +56,7 @@ class Target(Protocol):
         """Yields the rows of `hostweave doctor` about this target, as (title, text)."""
 
     def machine(self, ranks: int) -> Machine:
-        """Figures of this machine, for programs of `ranks` ranks."""
+        """Figures of the machine for which programs of `ranks` ranks are compiled."""
 
     def why_not(self, transport: Transport) -> str:
         """Reason why the communication library does not support a transport, or ""."""
@@ -76,8 +76,8 @@ class Target(Protocol):
         """Name of the devices of this machine, under which measurements are stored."""
 
     def stream(self, given: Any) -> int | None:
-        """Handle of the argument `stream=` of a call. None for the current stream of the arrays' library. Raises TypeError if `given` is
-        not a stream."""
+        """Handle of the argument `stream=` of a call. None for the current stream of the arrays' library. Raises TypeError if the
+        target cannot use `given`."""
 
 
 @cache

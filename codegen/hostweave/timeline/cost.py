@@ -47,7 +47,7 @@ def work_of(operation: Operation, machine: Machine) -> Work:
 
 
 def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
-    """Work of an operation on a stream. `before` is the engine of the stream's previous operation, or ""."""
+    """Work of an operation on a stream. `before` is the last engine that the stream used, or ""."""
     work = work_of(operation, machine)
     is_ours = bool(tree.names(operation.instruction, "launch"))
     if is_ours and before:

@@ -46,7 +46,7 @@ def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[t
 
 
 def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[SimulatedTask]]) -> Timeline:
-    """Timeline of tasks with known times. Omits tasks that neither work nor wait for a signal."""
+    """Timeline of tasks with known times. Contains only tasks that compute, communicate or wait for a signal."""
     shown = [task for tasks in ranks for task in tasks if task.work.engine or task.operation.instruction.posts == "wait_signal"]
     numbers = {task: number for number, task in enumerate(shown)}
 
