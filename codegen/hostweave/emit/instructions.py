@@ -379,7 +379,7 @@ class Emitter:
         return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
-        """Emits a loop over the ranks of the channel. Blocks of different sizes need a call of the runtime instead."""
+        """Emits a loop over the ranks of the channel, or a call of the runtime if blocks may have different sizes."""
         if i.is_shared:
             return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
@@ -416,7 +416,7 @@ class Emitter:
         return body
 
     def in_block(self, i: ir.Get, what: str) -> str:
-        """C++ for the offset ("begin") or size ("size") of a peer's shard along the sharded dim, in elements."""
+        """C++ for the number of elements before ("begin") or in ("size") a peer's shard of the sharded dim."""
         shape, along, ranks = self.type_of(i.dst).shape, i.received_along or 0, self.program.channel(i.channel).size
         local = f"hw::local_{what}({self.integers.size(shape[along])}, {ranks}, {self.expr(i.peer)})"
         each = product(shape[:along] + shape[along + 1 :])
@@ -499,7 +499,7 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 def _short_names(program: ir.HostProgram) -> dict[str, str]:
     """Maps a name such as `x_i_2` to `x_i` if the C++ scopes of the two names are disjoint."""
-    # The scopes of each name. A scope is the list of the numbers of the instructions around it, except `on` bodies.
+    # The scopes of each name. A scope is the list of the numbers of the instructions around it, without those of class OnMesh.
     scopes: dict[str, list[list[int]]] = {p.name: [[]] for p in (*program.inputs, *program.outputs)}
     for place in def_use(program).places:
         for name in tree.names(place.instruction, "define", "index"):
