@@ -1,4 +1,4 @@
-"""The pass unstack replaces selects from a stack by the stacked values. A variance reduces its mean, and then its two sums as one stack."""
+"""The pass unstack replaces selects from a stack by the stacked values. Variances need two all-reduces."""
 
 from __future__ import annotations
 

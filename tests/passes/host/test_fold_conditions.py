@@ -1,4 +1,4 @@
-"""The pass fold_conditions decides or simplifies conditions by the ranges of their variables."""
+"""The pass fold_conditions decides or simplifies conditions by the ranges of their variables, and joins adjacent bodies."""
 
 from __future__ import annotations
 
