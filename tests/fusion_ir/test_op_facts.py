@@ -166,8 +166,8 @@ def test_nonlinear_ops_are_detected(kind: str) -> None:
 
 
 def expect_shared(case: Case) -> int:
-    """Splits the dims of each index label that ranks may share in two. Tests that the op on blocks gives a block of the result, or a
-    partial result.
+    """For each index label that ranks may share, cuts the dims with this label into two blocks. Tests that the op on blocks gives a block
+    of the result, or a partial result.
 
     Returns the number of tested labels.
     """
@@ -203,7 +203,7 @@ def combine(functions: Functions, reduction: str) -> Callable[..., Samples]:
 
 
 def halved(operand: Any, labels: Sequence[str | None], label: str, rank: int) -> Any:
-    """Returns the block of a rank, or None if the size is odd."""
+    """Returns the block of a rank, or None if a dim with this label has an odd size."""
     for dim, own in enumerate(labels):
         if own == label:
             size = operand.shape[dim]

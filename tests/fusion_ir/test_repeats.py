@@ -320,7 +320,8 @@ def test_carried_values_can_be_returned(backward: bool) -> None:
 def taken_again(
     both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
 ) -> Fusion:
-    """Calls of layers, and then calls in reverse order, as in a backward pass. `both` names the tensors that a later call reads."""
+    """Calls `layer`, and then `back` in reverse order, as in a backward pass. A call of `back` reads the operand of its layer if `both` has
+    "before", and the result if `both` has "after"."""
 
     @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
