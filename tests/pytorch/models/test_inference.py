@@ -1,4 +1,4 @@
-"""Models of transformers, compiled by `hostweave.torch.compile`, compared with torch on one device."""
+"""Models of transformers, and other modules, compiled by `hostweave.torch.compile`, compared with torch on one device."""
 
 from __future__ import annotations
 

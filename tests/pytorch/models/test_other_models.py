@@ -81,7 +81,7 @@ class Translator(nn.Module):
 
 
 class Patches(nn.Module):
-    """A ViT that scales the result of each branch, and uses the mean of all patches instead of a class token."""
+    """A ViT that scales the residual of each layer, and uses the mean of all patches instead of a class token."""
 
     def __init__(self) -> None:
         super().__init__()
