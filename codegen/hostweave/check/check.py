@@ -18,7 +18,7 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, share
 
-MAX_ELEMENTS = 4e6  # most elements of a fusion whose results are compared by default
+MAX_ELEMENTS = 4e6  # default of `max_elements`
 
 
 def check(

@@ -152,7 +152,8 @@ def _fault(program: ir.HostProgram, part: Operation, reason: str, remedy: str, o
 
 
 def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunications]) -> None:
-    """Raises ProgramError if ranks of a program with signals would wait forever when each device executes all streams as one queue.
+    """Raises ProgramError if ranks of a program with signals would wait forever when each device executes all streams as one queue, and
+    signals do not accumulate.
 
     A queue executes in the order of issue, so a wait for a signal blocks the queue. Several streams may share a queue. With
     CUDA_DEVICE_MAX_CONNECTIONS=1, all streams share one queue. In a CUDA graph, signals do not accumulate: a sender may signal again only
