@@ -209,7 +209,8 @@ def test_blocks_of_uneven_dims_end_at_shard_boundaries() -> None:
 
 
 def test_a_block_for_several_ranks_is_sent_once() -> None:
-    """A rank on both meshes copies locally. If as many ranks have a block as need it, each source sends the block once."""
+    """A rank on both meshes copies locally. If as many ranks have a block as need it, each of them sends the block to
+    one rank."""
     there, first = ALL.ranks([0, 2, 3]), ALL.ranks([0])
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] on {first}) mesh(x=4) {{

@@ -35,7 +35,7 @@ def is_right(seed: int) -> bool:
 @pytest.mark.parametrize("seeds", parts(SEEDS, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs(seeds: range) -> None:
-    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # The other programs are refused.
+    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # The other programs are refused, or run at no sizes that are tried.
 
 
 @pytest.mark.parametrize("seeds", parts(40, 10000), ids=str)

@@ -51,7 +51,7 @@ def parameter(generator: Generator, value: Value) -> Value:
 
 
 def is_right(seed: int) -> bool | None:
-    """Returns True if the program of this seed runs, False if it is refused, and None if `outlined` returns None."""
+    """Returns True if the program of this seed runs, None if `outlined` returns None, and otherwise False."""
     generator = Generator(seed)
     fusion = outlined(generator, generator.fusion())
     return fusion and computes(generator, fusion, seed)
