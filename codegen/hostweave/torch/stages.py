@@ -56,7 +56,7 @@ class Stage:
     outer: Graph
     joint: Joint
     forward: StagePart
-    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # by action: (function, an index or a name per result)
+    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # by action: (part, an index, a name or None per result)
     state: State | None = None
 
     @property
@@ -93,7 +93,7 @@ class WithLoss(nn.Module):
 
 
 def cut(pipe: Pipe | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module], list[list[Source]]]:
-    """Argument names, stages, and sources of each stage's arguments."""
+    """Argument names, stages, and sources of each stage's arguments. For a list of modules, only the first stage has sources yet."""
     if not isinstance(pipe, Pipe):
         modules = list(pipe)
         if not modules or not all(isinstance(module, nn.Module) for module in modules):

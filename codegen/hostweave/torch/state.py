@@ -30,7 +30,7 @@ class State:
         of_instances = {path: [name for name in names if name in self._held[path]] for path, names in self._names.items()}
         self._fast = [(itemgetter(*names), self._held[path]) for path, names in of_instances.items() if names]
         self._expected = [read(held) for read, held in self._fast]
-        # not getattr, because properties, such as those of spectral_norm, may write to buffers
+        # getattr(part, name) would run properties. Properties, such as those of spectral_norm, may write to buffers.
         found = [
             self._held[path].get(name, getattr(type(part), name, None)) for path, part in modules.items() for name in self._names[path]
         ]
@@ -103,7 +103,7 @@ def _contents(one: Any) -> Any:
 
 
 def _containers(found: list[Any]) -> list[Any]:
-    """Mutable objects that are reachable from these values."""
+    """Mutable objects that are reachable from these values, but not through tuples. Modules and other objects of torch do not count."""
     seen: dict[int, Any] = {}
     following = list(found)
     while following:

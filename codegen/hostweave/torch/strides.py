@@ -37,7 +37,7 @@ def of_storages(graph: Graph) -> None:
 
 def _viewed(node: Any) -> Node | None:
     """Operand whose memory a node shares. None for new memory, another dtype, or `hostweave.detach`."""
-    operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # a getitem selects a result of unbind()
+    operands = (node.args[0] if node.target is operator.getitem else node).all_input_nodes  # a getitem selects a result, as of unbind()
     shared = [one for one in operands if _memory(one) == _memory(node)]
     return shared[0] if shared and node.target != ops.detach.default else None
 
