@@ -31,8 +31,8 @@ class IndexMap:
     unwalked: frozenset[str] = frozenset()
 
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
-        """Dim of an operand with the label of dim `result_dim` of the result. None if a loop over this dim needs the whole operand, or is
-        impossible."""
+        """Dim of an operand with the label of dim `result_dim` of the result. None if a loop over `result_dim` needs the whole operand, or
+        is impossible."""
         label = self.result[result_dim]
         if label is None or label in self.outer or self.unwalked or label not in self.operands[operand]:
             return None

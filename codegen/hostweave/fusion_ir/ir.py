@@ -49,7 +49,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # most iterations of a chunk loop with an int number of them, because some passes compare all pairs
+MAX_STEPS = 2**12  # most iterations of a chunk loop whose number is an int, because some passes compare all pairs
 
 
 CHUNKINGS = ("by_shard", "across_shards")
@@ -325,7 +325,7 @@ class Fusion:
     def parse(text: str) -> Fusion:
         """Parses the text of a fusion.
 
-        Raises ParseError with a line and column if the text is not valid.
+        Raises ParseError with a line and column if the text is malformed, and ProgramError if the program is invalid.
         """
         from hostweave.fusion_ir.text import parse_fusion
 

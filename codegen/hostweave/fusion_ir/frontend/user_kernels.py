@@ -65,8 +65,8 @@ def kernel(
     handles `per` elements, so there are `ceil(elements / per)` thread blocks.
 
     On the CPU target, one thread runs the kernel. `cpu` is the text or path of C++ for this target, with a function of the same name and
-    parameters. Without `cpu`, `source` is compiled for both targets. The source may then use hostweave/kernel.h, such as hw::over_grid, but
-    no built-in variables of CUDA such as threadIdx.
+    parameters. Without `cpu`, `source` is compiled for both targets. The source may then use functions of hostweave/kernel.h, such as
+    hw::over_grid, but nothing that refers to threads of a GPU, such as threadIdx, __shared__ or atomicAdd.
 
     Returns a tensor, or a tuple for several outputs.
 
