@@ -18,7 +18,7 @@ HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2)
 KERNEL = "kernel @double(%a: f32[M/2, 4]) {\n  %b: f32[M/2, 4] = add(%a, %a)\n}\n"
 
 BODIES = {
-    # blocks of uneven dims
+    # blocks along a dim, and packed blocks
     "all_gather %x -> %y along 2 on x": "text:2: @t: all_gather %x -> %y along 2 on x: %y is f32[M/2, 4]: it has no dim 2",
     "all_gather %x -> %y along 1 on x": (
         "text:2: @t: all_gather %x -> %y along 1 on x: %x is f32[M/2, 4], "
@@ -47,7 +47,7 @@ BODIES = {
     "send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x": (
         "text:2: @t: send_blocks %x in [2 of M/2, 2 of 4] by [0[4] -> 1[0]] on x: 0[4] -> 1[0]: there are 4 blocks, from 0 to 3"
     ),
-    # names
+    # names, deallocates, and writes to inputs
     "copy %q -> %y": "text:2: @t: copy %q -> %y: %q is used before its definition: define it above, in this body or around it",
     "%x = allocate f32[4]": "text:2: @t: %x = allocate f32[4]: %x is defined twice: rename one",
     "for %i in 0..2 {\n%b = allocate f32[M/2, 4]\n}\ncopy %b -> %y": (
