@@ -24,7 +24,8 @@ SECONDS = 60  # time limit for ranks to detect a failure, to continue, or to exi
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment of this process without the variables of a launcher. Adds the paths of Hostweave and the tests, and `more`."""
+    """Environment of this process without the variables of a launcher. Adds PYTHONUNBUFFERED, the paths of Hostweave and the tests,
+    and `more`."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**clean, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **more}
@@ -69,7 +70,7 @@ class Ranks:
         self.lines[rank].put(None)
 
     def line(self, rank: int, seconds: float, *, beginning: str = "") -> str:
-        """Next output line of a rank that begins with `beginning` (default "rank "). Skips other lines, such as warnings of libraries."""
+        """Next line of a rank's output that begins with `beginning` (default "rank "). Skips other lines, such as warnings of libraries."""
         deadline = time.monotonic() + seconds
         while True:
             try:

@@ -114,8 +114,8 @@ class Repeats(Donating):
 
 
 def is_right(seed: int) -> bool:
-    """Returns True if the results are right, and False if the program is refused. A refused program must also be refused if its
-    repeat ops are unrolled."""
+    """Returns True if the program of this seed runs, and otherwise False. A refused program must also be refused if its repeat ops are
+    unrolled."""
     generator, options = Repeats(seed), Options(transport=TRANSPORTS[seed % len(TRANSPORTS)])
     fusion = generator.fusion()
     if computes(generator, fusion, seed, options):
