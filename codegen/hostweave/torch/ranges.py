@@ -11,7 +11,7 @@ from hostweave.runtime.group import Group
 from hostweave.torch.exported import tracing
 from hostweave.torch.graph import Graph
 
-KEPT = 16  # maximum number of ranges that have a program, each with separate memory
+KEPT = 16  # maximum number of ranges for which a part is compiled; each part has separate memory
 _MEET = 64  # at calls 1, 2, 4, ... and every 64th call, ranks ask each other if all have compiled a part
 
 

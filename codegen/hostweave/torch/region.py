@@ -1,4 +1,4 @@
-"""A graph between two graph breaks, as a module on global tensors, and its program."""
+"""A graph between two graph breaks, as a module on global tensors, and its programs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values: the largest mesh of DTensors and device meshes, otherwise the plan's mesh, or one rank."""
+        """Mesh for a graph with these values: the root of the largest device mesh. Without device meshes, the plan's mesh, or one rank."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:
@@ -175,8 +175,8 @@ class Region:
         return program
 
     def _mark(self, graph: torch.fx.Graph, layouts: Layouts) -> None:
-        """Copies modules and source lines from Dynamo's graph. Drops stated shardings of modules without nodes here, or whose last node has
-        another number of dims."""
+        """Copies modules and source lines from Dynamo's graph. Drops the stated sharding of a module that has no node here, or whose last
+        node has another number of dims."""
         of_name = {node.name: node for node in self._graph.graph.nodes}
         last: dict[str, Node] = {}
         for node in graph.nodes:

@@ -117,7 +117,8 @@ class Backend:
         return whole.forward
 
     def explain(self) -> str:
-        """Lists the compiled parts with the bytes that leave each program, the eager ops with the reason, and the graph breaks."""
+        """Lists the compiled parts, the eager ops with the reason, and the graph breaks. If there are several parts, adds the bytes that
+        leave each program."""
         lines = []
         for number, part in enumerate(self.parts):
             first = next((found for node in part.nodes if (found := location(node))), None)
@@ -167,7 +168,8 @@ class ModelInRegions(Delegating):
         return [part.model.program for part in self.backend.parts if part.model is not None]
 
     def explain(self) -> str:
-        """Lists the compiled parts with the bytes that leave each program, the eager ops with the reason, and the graph breaks."""
+        """Lists the compiled parts, the eager ops with the reason, and the graph breaks. If there are several parts, adds the bytes that
+        leave each program."""
         return self.backend.explain()
 
 
