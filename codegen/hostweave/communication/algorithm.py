@@ -70,7 +70,7 @@ class Algorithm:
 
 class Lowering:
     """Emits the communication of one loop. `self.steps` describes the loop, and an argument `steps` describes one iteration. In a loop by
-    shard, only an argument has `owner`."""
+    shard, only an argument `steps` has an `owner`."""
 
     needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
     # Emits the matmul whose result is `adds`. If the first argument is True, adds the contents of the matmul's own buffer. The second

@@ -1,4 +1,5 @@
-"""Lowers a reshard to one collective, of a whole value or of one chunk in a loop."""
+"""Lowers a reshard of a whole value, or of one chunk in a loop, to a collective. If no collective has the reduction, ranks gather the
+terms, and a kernel reduces them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
