@@ -1,4 +1,4 @@
-"""Software pipelining: issues the first communication of an iteration before the later communications of the previous iteration.
+"""Software pipelining: issues the first communications of an iteration before the later communications of the previous iteration.
 
     for %i in 0..4 {                                  stream ring[0] { all_gather %x_first -> %xg_first on dp }
       stream ring[%i] {                               for %i in 0..4 {

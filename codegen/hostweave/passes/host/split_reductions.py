@@ -1,4 +1,4 @@
-"""Splits a large reduction of several dims to few results into two kernels. Many thread blocks then share the rows.
+"""Splits a large reduction of several dims to few results into two kernels. Many thread blocks then share the work.
 
     launch @sum_y %x -> %y
 

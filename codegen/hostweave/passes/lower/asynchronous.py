@@ -29,7 +29,8 @@ class Asynchronous:
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
         """Emits the instructions of `communicate` on the separate stream, after all earlier work of the caller's stream. The copy of
-        this rank's block may run on the stream COPIES or on the caller's stream. Sums of terms may run on the caller's stream."""
+        this rank's block runs on the same stream, on the stream COPIES or on the caller's stream. Sums of terms may run on the caller's
+        stream."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
