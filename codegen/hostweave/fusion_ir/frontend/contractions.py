@@ -51,7 +51,7 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
     """Sum of products over some dims of a and b, as in numpy.tensordot. The result has the other dims of a, then those of b.
 
     If `axes` is a number n, the last n dims of a are paired with the first n dims of b. Otherwise `axes` has dims of a, and dims of b in
-    the same order, by index or name. One matmul contracts all these dims. The supported dtypes are those of `hw.matmul`. If a
+    the same order, by index or name. One matmul contracts all these dims, if there are any. Its dtypes are those of `hw.matmul`. If a
     contracted dim is sharded, the result is a partial sum.
 
     Raises ProgramError if paired dims differ in size, or if `axes` does not pair dims of a with dims of b.

@@ -16,7 +16,7 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, a reshard
     replaces each output that reuses an input but does not state the input's sharding.
 
-    Exactly one output must qualify for each input, apart from outputs that other inputs need. An output qualifies under three conditions:
+    For each input, exactly one output that no other input needs must qualify. An output qualifies under three conditions:
     its dtype, mesh and dims are those of the input; the user gave the output no other sharding; the output is computed from the input,
     unless `donate` gives the index of the output. An output with the dims in another order qualifies only if `donate` gives its index, or
     if no other qualifying output has the input's shape.
