@@ -30,14 +30,14 @@ def scaled_dot_product_attention(
     draw: Tensor | int = 0,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention: softmax(query keyT * scale + mask) value. The positional parameters are PyTorch's.
+    """Scaled dot-product attention: softmax(query keyT * scale + mask) value. The parameters up to `enable_gqa` are PyTorch's.
 
     The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
     If the dtype is narrower than f32, the softmax is computed in f32. Source: Vaswani et al., "Attention is all you need", 2017.
 
     - `attn_mask` broadcasts to [..., H, S, T]. A bool mask is true where a row attends to a column. A float mask is added to the scores. A
       row that attends to no column gives zeros.
-    - `is_causal`: row i attends to columns up to i.
+    - `is_causal`: without `lengths`, row i attends to columns up to i.
     - `scale` is 1 / sqrt(E) by default.
     - `enable_gqa`: key and value may have fewer heads than the query. Consecutive query heads then share a key head (Ainslie et al., "GQA",
       2023).
@@ -117,13 +117,13 @@ def attention(
     composed of matmuls and a softmax. An operand is copied first if its rows are not contiguous, or if rows of 16-bit floats do not begin
     at multiples of 16 bytes.
 
-    Sharded rows, `S@cp`: sharded keys and values are gathered first, or block by block, overlapped with the computation. Rows in zigzag,
+    Sharded rows, `S@cp`: sharded keys and values are gathered before the computation, or block by block during it. Rows in zigzag,
     `S@zigzag(cp)`, give all ranks equal work under a causal mask without a window (Llama Team, "The Llama 3 Herd of Models", 2024, section
     3.3.2). With a causal mask, zigzag needs as many keys as rows, and supports neither lengths nor a bias.
 
     Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its local keys, and the results are merged by their
-    log-sum-exps in f32. Keys are gathered only for a window, in zigzag, for packed sequences, or for lengths with a causal mask and several
-    rows. Sharded rows of packed sequences are gathered too.
+    log-sum-exps in f32. Keys are gathered only for a window, in zigzag, for packed sequences, or for lengths with a causal mask, except
+    "bottom_right" with one row. Sharded rows of packed sequences are gathered too.
 
     Raises ProgramError if arguments are invalid, do not fit, or exclude each other.
 
