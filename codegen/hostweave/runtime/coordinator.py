@@ -295,7 +295,7 @@ class CallSignature:
     program: str
     mesh: str
     digest: str  # hash of all that determines the program
-    shapes: tuple[Shape, ...] = ()  # for a call: shapes of the rank's inputs
+    shapes: tuple[Shape, ...] = ()  # for a call: shapes of the inputs that are not bound, or of all inputs
     spans: tuple[ByteRange, ...] = ()  # memory of the rank's arguments, if ranks are threads
     error: str = ""
     bound: str = ""  # for a call: digest of the bound inputs; for other steps: the rank's record

@@ -9,16 +9,16 @@ from typing import Any, NoReturn
 from hostweave.base.errors import ArgumentError, ExecutionError
 
 MAX_CALLS_BETWEEN_VOTES = 4096
-CALLS_PER_NEW_ARRAY = 8  # a rank votes for graphs if at most one of 8 calls has new arrays
+CALLS_PER_NEW_ARRAY = 8  # a rank votes for graphs if at most 1/8 of its calls have new arrays
 
 
 class CommonGraphs:
     """Common decision of all ranks to run calls as graphs or not, for `Options(graph="auto")` with two-sided and one-sided transports.
 
     The communication library of these transports requires that all ranks capture a communication, or none. But a rank knows only whether
-    its own arrays repeat. So all ranks vote before calls 3, 5, 9, 17 and so on, at most 4096 calls apart. A rank votes for graphs if nearly
-    all of its calls since the last vote had arrays of earlier calls. If all ranks vote for graphs and can capture, calls run as graphs
-    until the next vote, and a call with new arrays is captured. Otherwise calls run without graphs.
+    its own arrays repeat. So all ranks vote before calls 3, 5, 9, 17 and so on, at most 4096 calls apart. A rank votes for graphs if at
+    most 1/8 of its calls since the last vote had new arrays. If all ranks vote for graphs and can capture, calls run as graphs until the
+    next vote, and a call with new arrays is captured. Otherwise calls run without graphs.
     """
 
     def __init__(self) -> None:
