@@ -28,7 +28,7 @@ text { fill: #e6edf3; } .small { fill: #9da7b3; } .none { fill: #4b535d; } .line
 .box { fill: #22272e; stroke: #6e7681; }
 }
 """
-RANKS = "abcd"  # class in STYLE of each rank
+RANKS = "abcd"  # class of each rank in STYLE
 
 
 def svg(title: str, height: float, parts: Iterable[str]) -> str:
