@@ -19,8 +19,7 @@ from hostweave.types.tensor import Dim, DType, TensorType, f32, i32, i64
 
 @_called("grouped")
 def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Multiplies each group of rows by a separate matrix, like torch.nn.functional.grouped_mm. `offsets`, i32 [E], are the ends of
-    the groups.
+    """Computes one matmul per group, like torch.nn.functional.grouped_mm. `offsets`, i32 [E], are the ends of the groups.
 
     | a | b | result | group e computes |
     |---|---|---|---|
