@@ -125,7 +125,7 @@ class Compiled:
 
     @property
     def reaches_memory(self) -> bool:
-        """True if the compiler chose loops or kernels in which ranks access each other's memory."""
+        """True if the compiler chose an overlap or kernels in which ranks access each other's memory."""
         return need_optional_transport(self.host.choices, self.options) or any(kernel.exchanges for kernel in self.host.kernels)
 
     @cached_property

@@ -87,7 +87,7 @@ class PutGather(_Loop):
     def shard_in_window(self, op: Op) -> str | None:
         """Memory of this rank's shard if it is in a window and its chunks are contiguous. Otherwise None."""
         b, dim, whole = self.b, op.result.walked.dim, self.values.buffer_of(op.tensors[0])
-        memory = b.memory_of(whole)  # A part of an allocation could have another offset on a peer.
+        memory = b.memory_of(whole)  # Peers access whole memory only, because a part could have another offset on a peer.
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
         is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # A chunk is the whole shard.
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None

@@ -91,7 +91,7 @@ class LoopSteps:
     shards: int
     owner: Expr | None = None  # in a loop by shard, the rank that owns the block
     uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
-    rows: Size | None = None  # rows of a chunk, if the loop covers only a part of each shard
+    rows: Size | None = None  # rows of a chunk; None if the chunks divide each shard evenly
     start: int = 0
     suffix: str = ""  # suffix of the names of chunks, by default the name of the loop index
 
@@ -120,7 +120,7 @@ class LoopSteps:
 
     @property
     def next_hop(self) -> LoopSteps:
-        """The iteration in which a ring uses the block that arrives now."""
+        """This iteration with the owner of the block that now arrives in a ring."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:
