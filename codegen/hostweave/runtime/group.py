@@ -227,7 +227,7 @@ class Group(FallibleGroup):
 
         All ranks must call `empty` together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the
         transports peer and one_sided, ranks read and write arrays in windows in place, and copy other arrays. If an argument is in a
-        window, all ranks must pass arrays from the same call of `empty`. Parts of these arrays must be at equal offsets. Programs
+        window, all ranks must pass arrays from the same call of `empty`. Views of these arrays must have equal offsets. Programs
         that can access windows are compiled again for each new set of arguments in windows, unless `Options.windows` is set.
 
         On the CPU target, the result is a NumPy array; bf16 and f8 have dtypes of `ml_dtypes`, which DLPack does not support. On CUDA, the

@@ -18,7 +18,7 @@ _INTERRUPT_TIMEOUT = 15.0  # seconds for calls to stop after an interrupt
 _BACKGROUND_TIMEOUT = 2.0  # seconds for background threads to end, such as those that destroy communicators
 
 _interrupts: list[Callable[[], None]] = []
-_used = False  # True if this process has used threads or devices
+_used = False  # True after the first call of `expect_own_devices`
 _forked = False
 
 
