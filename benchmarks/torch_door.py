@@ -120,7 +120,7 @@ class Llama(nn.Module):
 
 
 def plan(layers: int) -> dict[str, Any]:
-    """torch's sharding plan of the layers, with the shardings of the inputs and outputs of each layer."""
+    """torch's sharding plan of the layers, with the shardings of the input and of the output of each layer."""
     between = {"x": "-, tp, -"} | {f"layers.{number}": "-, tp, -" for number in range(layers)}
     return {f"layers.*.{name}": style for name, style in LAYER_PLAN.items()} | between
 

@@ -48,7 +48,7 @@ MODELS = {"llama": (llama, 2, (1, 4096)), "gpt2": (gpt2, 24, (4, 1024))}
 
 def ways(module: nn.Module, inputs: dict[str, Any], whole: bool) -> dict[str, Callable[[], Way]]:
     """Functions that create the variants, by name. A function returns a call, and the module that the call trains. The call computes a loss
-    and the gradients, or a whole step."""
+    and the gradients, or trains a whole step."""
 
     def hostweave_() -> Way:
         own = copy.deepcopy(module)

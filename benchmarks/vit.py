@@ -1,9 +1,9 @@
 """Forward pass of ViT-L on one GPU, compared with eager PyTorch and torch.compile.
 
 `python benchmarks/vit.py` runs the ViT of transformers on 32 images of 224 x 224. The ViT has 24 layers, 1,024 features, patches of 16 x 16
-and random bf16 weights. The benchmark first prints the compile times of Hostweave and torch.compile. Then variants alternate. A measured
-time is the mean of 10 consecutive launches. `--layers` and `--batch` change the sizes. Every variant except `eager` is a CUDA graph. While
-torch captures or compiles, transformers makes an attention mask. With a mask, PyTorch's attention is slower.
+and random bf16 weights. The benchmark first prints the compile times of Hostweave and torch.compile, and times of Hostweave alone. Then
+variants alternate. A measured time is the mean of 10 consecutive launches. `--layers` and `--batch` change the sizes. Every variant except
+`eager` is a CUDA graph. While torch captures or compiles, transformers makes an attention mask. With a mask, PyTorch's attention is slower.
 """
 
 from __future__ import annotations

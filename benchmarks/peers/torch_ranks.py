@@ -62,7 +62,7 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, paths:
         for calls in make(rank, ranks):
             times = _times(calls, repetitions, wait) if torch.cuda.is_available() else _cpu_times(calls, repetitions)
             print(json.dumps(times), file=file, flush=True)
-    calls = {}  # NCCL can destroy a communicator only after the graphs that use it.
+    calls = {}  # This frees graphs, because NCCL cannot destroy a communicator that a graph uses.
     dist.destroy_process_group()
 
 
