@@ -1,4 +1,4 @@
-"""Remedies for shortages, such as of disk space or memory, that the text of an error reports."""
+"""Recognises shortages of disk space, memory and other resources by the text of an error, and names a remedy."""
 
 import mmap
 import re

@@ -13,7 +13,7 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-MAX_CHARACTERS = 120  # longest usage, such as `matmul(a, b)`, that no message shortens
+MAX_CHARACTERS = 120  # length of a usage, such as `matmul(a, b)`, above which some messages shorten it
 
 # PyTorch's names of some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}

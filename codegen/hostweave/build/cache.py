@@ -85,7 +85,7 @@ def root() -> Path:
 
 
 def limit() -> int:
-    """Maximum size of the cache in bytes: HOSTWEAVE_CACHE_LIMIT, or 10 GB."""
+    """Size in bytes to which an eviction reduces the cache: HOSTWEAVE_CACHE_LIMIT, or 10 GB."""
     text = os.environ.get("HOSTWEAVE_CACHE_LIMIT") or _LIMIT
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B)?", text.strip(), re.ASCII)
     if not number:
