@@ -1,4 +1,4 @@
-"""Communication outside chunk loops with one-sided transports, on 1 to 8 ranks and in random schedules."""
+"""Communication outside chunk loops with the transports peer and one_sided, on 1 to 8 ranks and in random schedules."""
 
 from __future__ import annotations
 

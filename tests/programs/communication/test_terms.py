@@ -30,8 +30,8 @@ WIDTH = 4096  # Number of elements of a row. An all-reduce of a few such rows is
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
-    """A program with four all_reduces. Two are in calls of a function, before a residual and a row maximum. One precedes a matmul, and one
-    precedes a sum over the rows."""
+    """A program with four all_reduces. Two are in calls of a function that adds a residual and computes a row maximum. One
+    precedes a matmul, and one precedes a sum over the rows."""
 
     @hw.block(x=dtype["T", WIDTH], w=dtype[WIDTH, f"{4 * ranks}@tp"], v=dtype[f"{4 * ranks}@tp", WIDTH])
     def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

@@ -150,7 +150,7 @@ def test_views_in_donated_memory(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_dims_in_another_order(ranks: int) -> None:
-    """A donated input is returned transposed: by a fusion, by a function, and by a function whose argument is used after the call."""
+    """A result in donated memory has its dims in another order: in a fusion, in a function, and if an argument is used after the call."""
 
     @hw.block(donate=("x",), x=hw.f32["M", "N"])
     def turned(x):  # type: ignore[no-untyped-def]

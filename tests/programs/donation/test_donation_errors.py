@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 def test_a_read_after_an_overwrite_is_detected() -> None:
-    """The check reports a read of a donated input after its update. Also tests other errors of outputs in donated inputs."""
+    """Errors of outputs in donated inputs, such as a read of the input after its update."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
 }
