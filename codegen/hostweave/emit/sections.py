@@ -374,8 +374,8 @@ class Section:
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """C++ of a gathered element, and the condition that this rank has it. Loads a vector if all elements of the vector have one
-        index."""
+        """C++ of a gathered element, and the condition that this rank has it. If all elements of a vector have one index, loads the vector
+        under this condition, and returns the condition ""."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (index, held) = op.tensors[0], op.result.type.dtype, self.index_of(op)
         moved = kernel.jump(index, x)
@@ -389,7 +389,7 @@ class Section:
         return (f"hw::truth({element})" if dtype == bool_ else element), held
 
     def is_total(self, op: Op) -> bool:
-        """True if the value of an op is an accumulator without conversion or division."""
+        """True if the value of an op is an accumulator itself, not a mean or an index."""
         combine = OPS[op.kind].combine
         return combine is not None and op.result.name in self.kernel.totals and not (combine.is_mean or OPS[op.kind].locates)
 
