@@ -1,4 +1,4 @@
-"""The style of all error messages. `pytest tests/test_messages.py -n 0 -s` prints the messages."""
+"""The style of error messages. `pytest tests/test_messages.py -n 0 -s` prints the messages."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ def template(node: ast.expr) -> str:
 
 
 def python_messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each error that a file raises."""
+    """Line and text of each error that a file raises with a text of several words."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             text = max(map(template, node.exc.args), key=len)

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FRAGMENTS = ("What", "Whether", "Of", "Those", "That", "Where", "By", "As")  # first words of fragments
-BROKEN_OFF = ("of", "those", "that", "whose", "which", "and", "as")  # first words of comments that continue a sentence of the code
+BROKEN_OFF = ("of", "those", "that", "whose", "which", "and", "as")  # first words of comments that are not sentences
 PRIVATE = re.compile(  # unusual words; the usual ones are: separate, next to, equal, one after another, contiguous, in
     r"\b(?:of (?:its|their) own|in turn|turn by turn|beside|anew|other \w+ than|of ours|(?:of|to|for|from|by|with) what"
     r"|what (?:it|they|is|are|has|have)|(?:stands?|lies?|lie) (?:in|at|on|behind|before|above|below|between|apart|over|under))\b"
