@@ -227,7 +227,7 @@ def test_buffers_that_forward_writes_to(ranks: int) -> None:
 
 
 class Pooled(nn.Module):
-    """A module whose pooling creates constants named `x`, like its result and its argument."""
+    """Pooling creates constants named `x`. The argument and the result have the same name."""
 
     def forward(self, x: Any) -> Any:
         x = F.adaptive_avg_pool1d(x.exp(), 3)
