@@ -1,7 +1,7 @@
 // Runs ag_matmul_p2p in many schedules. Each run makes three consecutive calls, without synchronisation between them. The
 // caller's stream writes the inputs and reads the outputs.
 //   ag_matmul parallel|uniform|pct|hosts|mixed FIRST_SEED SEEDS [key=value ...]
-// keys: ranks; fork, join (index of the stream for which this wait is omitted), next (1: matmuls on the next stream); ordered,
+// keys: ranks; fork, join (index of a stream that lacks this wait), next (1: matmuls on the next stream); ordered,
 // buffered, check (of hw_cpu_config)
 // Prints the numbers of right, wrong and reported runs, and whether the last seed gave the same schedule twice. Then prints the
 // mean time of an op in microseconds, and the last report.

@@ -78,7 +78,7 @@ def build_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    """The device and its test programs. One worker builds them in the cache of the session. Other workers wait."""
+    """The device and its test programs, which are built once in the cache of the session."""
     return Device(get_or_make("cpu_device", build_all))
 
 

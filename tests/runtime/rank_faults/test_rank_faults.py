@@ -229,7 +229,7 @@ def test_a_rank_that_closes_its_group() -> None:
 
 
 def test_the_process_that_keeps_the_store_is_killed() -> None:
-    """Rank 1 reports that the store of rank 0 does not answer, leaves the group, and joins a new group of one rank."""
+    """Rank 1 reports that the store of rank 0 does not answer. The group has failed, but rank 1 can join a new group of one rank."""
     script = """
 import os, subprocess, sys
 import hostweave as hw

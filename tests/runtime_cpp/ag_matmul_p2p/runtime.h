@@ -24,7 +24,8 @@
 
 namespace hw {
 
-// Faults. Stream `fork` does not wait for the caller, and the caller does not wait for stream `join`.
+// Faults. Stream `fork` does not wait for the caller, and the caller does not wait for stream `join`. With
+// `matmul_on_next_stream`, each matmul is on the next stream.
 struct Sabotage {
   int fork = -1;
   int join = -1;
