@@ -173,7 +173,7 @@ class _Rank:
         return meeting.sources(operation) if meeting else ()
 
     def move(self, operation: Operation) -> None:
-        """Copies the source of `operation`, if any, to the destination. The destination may be on another rank. Then sends the signal."""
+        """Copies the source of `operation`, if any, to the destination. One of them may be on another rank. Then sends the signal."""
         read = [access for access in operation.accesses if access.reads]
         written = [access for access in operation.accesses if access.writes]
         for source, target in zip(read, written, strict=True):
