@@ -107,8 +107,8 @@ def test_floats_become_ints_by_i64(target: str, dtype: DType) -> None:
 
 
 def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
-    """The test compiles kernels so that signed overflow, or a float beyond the range of its integer, aborts the process. NVRTC has no
-    option that defines signed overflow, so kernels must not overflow."""
+    """The test compiles kernels so that signed overflow, or the cast of a float beyond the range of the integer, aborts the process. NVRTC
+    has no option that defines signed overflow, so kernels must not overflow."""
     compiler = tmp_path / "c++"
     sanitized = "-fno-wrapv -fsanitize=signed-integer-overflow,float-cast-overflow -fsanitize-undefined-trap-on-error"
     ordinary = shlex.quote(os.environ["CXX"])

@@ -1,4 +1,5 @@
-"""Mixtures of experts on several ranks. The layer and its gradients equal those on one device, for several routings and capacities."""
+"""Mixtures of experts on 1 to 8 ranks. The layer and its gradients match one device for each of ROUTINGS. Tests of capacities run only
+dispatch and combine."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
-# A function over rows that runs on both targets.
+# A kernel over rows that runs on both targets.
 ROWS = """
 __device__ float scaled(float x, float factor) { return x * factor; }  // scaled(a, b)
 
