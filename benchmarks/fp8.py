@@ -48,7 +48,7 @@ def main(names: Sequence[str]) -> None:
         if name not in names and names:
             continue
         if name == "layer" and ranks < 2:
-            print("layer: needs two GPUs, and this machine has one")
+            print("layer: needs two GPUs")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
             ours = next(iter(times))  # The first call is that of Hostweave in 8-bit floats.

@@ -3,8 +3,8 @@
 `torchrun --nproc-per-node 2 benchmarks/generate.py` runs batches of 1 and 16 with random bf16 weights. Hostweave is tensor-parallel on the
 GPUs of all processes, and launches one CUDA graph per step. With the library transformers, each process runs a replica on its GPU, with a
 static cache and a decoder that torch compiles. The time of a step is (time of 64 new tokens - time of 16) / 48. The difference excludes the
-prompt and compilation. The benchmark first prints the time of each variant's first call. Then variants alternate. `--tiny` runs small
-layers, also on CPUs.
+prompt and compilation. For each batch, the benchmark first prints the time of each variant's first call. Then variants alternate. `--tiny`
+runs small layers, also on CPUs.
 """
 
 from __future__ import annotations
