@@ -1,4 +1,4 @@
-"""Host time of calls. The variants of a case are measured alternately.
+"""Host time of calls. Most variants of a case are measured alternately.
 
 The cases are: bound weights compared with passed weights; Llama 8B on one GPU, as calls and as a CUDA graph; calls with varying sizes,
 whose times include the GPU; and generated programs compared with the same calls written by hand. Without a GPU, only the first case runs,
@@ -81,7 +81,7 @@ def _bound_weights(target: str) -> None:
 def _llama() -> None:
     """Times of a decode step of all layers of Llama 8B.
 
-    The baseline is only the sequence of CUDA, cuBLASLt and cuDNN calls of the generated `run`.
+    The baseline is the generated C++ function `run` without Python. Library calls take most of its time.
     """
     import torch
 
