@@ -9,8 +9,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-An additional last walk stores results that have all dims. If there is only one walk, and these results do not depend on its reductions,
-this walk stores them. Values that several walks need are computed in each of these walks.
+An additional last walk stores results that vary along a reduced dim. If there is only one walk, and these results do not depend on its
+reductions, this walk stores them. Values that several walks need are computed in each of these walks.
 """
 
 from collections.abc import Sequence
