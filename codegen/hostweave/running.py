@@ -117,7 +117,7 @@ class Running:
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
         """Variant that keeps only those optional transports for which `all_have` is true, by default none. The reason `why` is
-        equal on all ranks. Raises ExecutionError if the compiler chose no use of optional transports."""
+        equal on all ranks. Raises ExecutionError unless the compiler chose to use optional transports."""
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot access each other\'s memory: {why}; compile with transport="{DEFAULT}"')
         _tell_once(f"hostweave: {self.name} communicates more slowly than possible: {why}")
