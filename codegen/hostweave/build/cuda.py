@@ -46,7 +46,7 @@ class Cuda:
         return tuple(part for part in (*self.headers, *self.libraries, self.nvrtc) if part.path is None)
 
     def require(self) -> Cuda:
-        """Raises BuildError if a part is missing."""
+        """Raises BuildError if a part is missing that every program needs. cuDNN and NVTX are optional."""
         if self.missing:
             names = ", ".join(part.name for part in self.missing)
             packages = " ".join(dict.fromkeys(part.package for part in self.missing))

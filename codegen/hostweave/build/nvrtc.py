@@ -1,7 +1,7 @@
 """Compiles kernels with NVRTC, which needs a tenth of nvcc's time and comes with the pip wheels.
 
-Each unit, usually one kernel, becomes a cubin in the program's module. There, the name of a kernel denotes a `hw::JitKernel`
-(hostweave/jit.h).
+Each unit, usually one kernel, becomes a cubin in the module of a program, or in a runtime library. There, the name of a kernel denotes a
+`hw::JitKernel` (hostweave/jit.h).
 """
 
 import ctypes
@@ -96,7 +96,7 @@ class Nvrtc:
     include_folders: tuple[Path, ...]
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
-        """Compiles a unit of the program in `folder` to a cubin. Messages go to `build.log`."""
+        """Compiles a unit to a cubin. Finds its headers in `folder` first. Messages go to `build.log` there."""
         folders = [f"-I{path}" for path in (folder, *self.include_folders)]
         options = [f"-arch={self.arch}", *OPTIONS, *folders]
         headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}

@@ -35,7 +35,7 @@ class KernelCompiler(Protocol):
     def arch(self) -> str: ...
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
-        """Compiles a unit of the program in `folder` to a binary."""
+        """Compiles a unit to a binary, with headers in `folder`."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """A library of the runtime, which `make` builds at `path`. A cached library has a unique `soname`. The dynamic loader finds the library
-    by this name, because the module is loaded later."""
+    """A library of the runtime, which `make` builds at `path`. A cached library has a unique `soname`. The process loads the library before
+    the module, so the dynamic loader finds the library by this name."""
 
     path: Path
     make: Callable[[], object]
