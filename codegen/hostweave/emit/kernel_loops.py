@@ -75,7 +75,7 @@ TEMPLATES = {
     ir.BY_BLOCK_FIBERS: _OF_BLOCK_FIBERS,
     ir.BY_CLUSTER_FIBERS: replace(_OF_BLOCK_FIBERS, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
-ALL_REGISTERS = 1024  # threads of a block; such a block may use all registers of a multiprocessor
+ALL_REGISTERS = 1024  # threads of the largest block, which may use all registers of a multiprocessor
 
 
 class LoopPrinter:

@@ -90,7 +90,7 @@ def part_name(part: Share) -> str:
 
 
 def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> Local:
-    """Name of a local size and its C++, such as `hw::local_size(M, 8, rank_.index())`."""
+    """Name and C++ of a local size or first index, such as `hw::local_size(M, 8, rank_.index())`."""
     arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
         arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))
