@@ -1,4 +1,4 @@
-"""Remedies for names that hostweave lacks, and for arithmetic with symbolic sizes."""
+"""Remedies for unknown names, and for arithmetic with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoRe
 
 
 class SizeName(str):
-    """Text of a symbolic size. Text can be appended. Arithmetic raises a ProgramError, with the text of the intended size if known."""
+    """Text of a symbolic size. Text can be appended. Operators with a size on the left raise a ProgramError, with the text of the intended
+    size if known. So do `+`, `-` and `*` with a size on the right."""
 
     _extent: Size
 

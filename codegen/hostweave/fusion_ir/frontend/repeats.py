@@ -135,7 +135,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, body=tuple(ops))
 
     def take_as_given(self, run: CallRun) -> None:
-        """Makes the function reshard the inputs that it reads from groups of another sharding. No reshard can read a whole group."""
+        """Makes the function reshard an input if its parameter group has another sharding. No reshard can read a whole group."""
         function = self.functions[run.function.name]
         names, reshards, inputs = set(function.values()), list[Op](), list(function.inputs)
         for at, value in enumerate(run.function.inputs):

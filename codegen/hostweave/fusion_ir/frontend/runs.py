@@ -271,7 +271,7 @@ class Runs:
         return found
 
     def is_kept_otherwise(self, run: CallRun, at: int) -> bool:
-        """True if a carried value is updated in place, or another run reads all its values."""
+        """True if a carried value is updated in place, or another run reads all values that the calls of this run take."""
         operand = run.operand_of(at)
         kept = run.in_order(run.columns[operand])
         is_updated = bool(run.function.donated) and run.function.donated[at] == run.function.inputs[operand].name
