@@ -316,7 +316,6 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 
 
 def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
-    """A copy on another stream writes another buffer."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"

@@ -20,7 +20,8 @@ from hostweave.pipeline import lower
 
 
 def test_indices_that_are_divided_by_a_constant_are_not_stored() -> None:
-    """The division is a multiplication and a shift. Other divisions take longer, so they are not repeated for each element of a row."""
+    """Division by a constant is a multiplication and a shift. Other divisions take longer, so they are not repeated for each element of a
+    row."""
 
     @hw.fusion(x=hw.f32["M", "N"], i=hw.i32["T"], n=hw.i32["T"])
     def rows(x: hw.Tensor, i: hw.Tensor, n: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -112,7 +112,7 @@ def test_ops_between_two_communications_move_before_the_group() -> None:
         "%t = allocate f32[1]\nfill %t with 0.0\nall_reduce sum %a -> %p on x\nbarrier %t on x\nall_reduce sum %b -> %q on x",
         "fork ring\nstream ring[0] {\n  all_reduce sum %a -> %p on x\n}\nstream ring[1] {\n  all_reduce sum %b -> %q on x\n}\njoin ring",
         "if rank.x == 0 {\n  send %a to 1 on x\n} else {\n  recv %p from 0 on x\n}\n"
-        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # The bodies run on different ranks.
+        "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # Sends and receives run on different ranks.
     ],
 )
 def test_communications_that_are_not_grouped(body: str) -> None:
