@@ -59,7 +59,7 @@ class Difference:
 
 
 def _seeds(elements: float, has_integers: bool) -> int:
-    """Number of seeds. More for small programs and integers: with few numbers, a wrong bound of a comparison seldom shows."""
+    """Number of seeds. More for small programs and for integers, because few numbers seldom show a wrong bound of a comparison."""
     if elements > MANY_ELEMENTS:
         return 1 if elements > VERY_MANY_ELEMENTS else 2
     return MAX_SEEDS if has_integers else max(SEEDS, min(MAX_SEEDS, int(FEW_ELEMENTS / max(elements, 1))))
