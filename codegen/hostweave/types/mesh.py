@@ -156,7 +156,7 @@ def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Text of ranks, such as `0, 2, 5`. Three or more consecutive ranks are a range: `0..4` stands for ranks 0 to 3."""
+    """Text of ranks, such as `0, 2, 5`. If all ranks are consecutive, and more than two, the text is a range: `0..4` for ranks 0 to 3."""
     first = ranks[0]
     in_a_row = len(ranks) > 2 and tuple(ranks) == tuple(range(first, first + len(ranks)))
     return f"{first}..{first + len(ranks)}" if in_a_row else ", ".join(map(str, ranks))
