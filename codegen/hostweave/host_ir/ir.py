@@ -59,8 +59,8 @@ class Parameter:
 class Kernel:
     """A generated kernel of ops on local tensors, such as pointwise ops and reductions.
 
-    `ends` is the reason why the kernel is not fused with the consumers of its results. `receivers` is the number of ranks to which the
-    kernel sends blocks of its only result.
+    `ends` is the reason why the kernel is not fused with the consumers of its results. `receivers` is the number of ranks that get
+    a block of the kernel's only result, including this rank, or 0.
     """
 
     name: str
@@ -234,7 +234,7 @@ class HostProgram:
     @cached_property
     def code(self) -> str:
         """Text without choices, because their predicted times may differ. Builds for one target and machine share an entry of the cache if
-        the code is equal. Ranks may call programs with equal code together."""
+        the code is equal. Ranks that make a call together compare the code."""
         return str(replace(self, choices=()))
 
     @staticmethod

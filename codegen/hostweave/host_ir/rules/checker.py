@@ -84,7 +84,7 @@ class Checker:
                 self.fail(f"channel {channel.name} is unused: remove it from the header")
 
     def expect_separate_events(self, parts: tuple[ir.HostProgram, ...]) -> None:
-        """Checks that no two bodies use the same event. Otherwise a wait could match a record of another body."""
+        """Checks that the main program and its functions use separate events. Otherwise a wait could match a record of another function."""
         users: dict[str, str] = {}
         for part in parts:
             for event in sorted(events_of(part.body)):
