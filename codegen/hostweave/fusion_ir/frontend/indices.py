@@ -124,7 +124,8 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     source[i][j][k]`. If indices repeat, the last element wins.
 
     Unlike in torch, dims other than `axis` must be equal in all three tensors. In one of `indices` and `source`, such a dim may also be 1.
-    `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of `indices` is gathered.
+    `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of `indices` and `source`
+    is gathered.
 
     Raises ProgramError for other shapes or dtypes.
 
