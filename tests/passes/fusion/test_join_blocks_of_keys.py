@@ -1,4 +1,5 @@
-"""The pass join_blocks_of_keys: if queries are replicated, each rank attends to its local keys, and log-sum-exps combine the results."""
+"""The pass join_blocks_of_keys: each rank attends to its local keys, and log-sum-exps combine the results. Queries must be replicated, and
+keys sharded in blocks."""
 
 from __future__ import annotations
 
