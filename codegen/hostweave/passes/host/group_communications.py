@@ -24,7 +24,7 @@ from hostweave.options import Options
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Groups communications of one channel. A group would not give different channels the same order on all ranks."""
+    """Groups only communications of one channel, because ranks may start the channels of a group in different orders."""
     return replaced(program, body=_Grouping(program).body(program.body))
 
 

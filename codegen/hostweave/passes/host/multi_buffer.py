@@ -58,6 +58,6 @@ def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place,
     streams = pools[found[0][1][0]]
     before = [place.stream[1] for place in touches if place.loop is None and place.stream and place.number < loop.number]
     if len(before) < sum(place.loop is None for place in touches) or not {*before} <= {*map(Const, range(streams))}:
-        return []  # Outside of the loop, only its first chunks may be used, and only before the loop.
+        return []  # Outside of the loop, only the first chunks may be used, and only before the loop.
     is_long = not count.is_int or int(count) > streams
     return found if is_long and not any(name in tree.names(place.instruction, "read", "write") for place in touches) else []

@@ -32,7 +32,7 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 StreamId = tuple[str, int]  # pool of a stream, and index in the pool
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-# event -> stream of its last record (None: the caller's stream), and index of the child that contains the record
+# event -> stream of its last record (None: the caller's stream), and index of the instruction of the body that contains the record
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
 
 
