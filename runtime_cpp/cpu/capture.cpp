@@ -146,8 +146,8 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }
 
-// Returns the order in which a launch enqueues the nodes. In seeded mode, half of the launches put the nodes into one queue, in a
-// random topological order.
+// Returns the order in which a launch enqueues the nodes. In seeded mode, a launch enqueues all nodes in the
+// launch stream with probability 1/2, in a random topological order.
 std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
   Machine& machine = Machine::get();
   std::vector<std::size_t> order(nodes.size());

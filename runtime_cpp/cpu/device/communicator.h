@@ -20,7 +20,7 @@ namespace hostweave::cpu {
 
 enum class CommKind { all_gather, all_reduce, reduce_scatter, broadcast, reduce, send_recv };
 
-// Properties of a collective, or of a send and its recv, that must be equal on all ranks.
+// Properties that must be equal in all calls of a collective, or in a send and its recv.
 struct Asked {
   CommKind kind = CommKind::send_recv;
   std::size_t count = 0;
@@ -30,7 +30,8 @@ struct Asked {
 
   std::size_t bytes() const { return count * type_size(type); }
   bool reduces() const { return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce; }
-  // True if the result at seat `to` depends on the input of seat `from`. NCCL does not order other pairs of seats.
+  // True if the result at seat `to` depends on the input of seat `from`. Otherwise NCCL may end the call of `to` before the call
+  // of `from` begins. A seat is an index in Match::seats.
   bool data_flows(int from, int to) const {
     if (kind == CommKind::send_recv) return from == 0 && to == 1;
     if (kind == CommKind::broadcast) return from == root;
@@ -90,7 +91,7 @@ struct ProcessGroup {
 
   int size() const { return static_cast<int>(devices.size()); }
 
-  // True if the process group remains usable after a failure elsewhere.
+  // True if the process group would remain usable after a failure at this moment.
   bool in_step() const {
     if (shared) return shared->pending == 0;
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };

@@ -23,7 +23,8 @@ class History {
     Range range;
   };
 
-  // Records the accesses of an op that starts with `clock`. Returns the first conflicting access without a happens-before order.
+  // Records the accesses of an op that starts with `clock`. Returns the first earlier access that conflicts
+  // and does not happen before the op.
   std::optional<Conflict> note(const Ranges& ranges, const Access& access, const Clock& clock);
   void forget(std::uintptr_t begin, std::uintptr_t end);
   void clear() { segments_.clear(); }
