@@ -33,7 +33,7 @@ CASES = {
         %h: bf16[M@x, N] = matmul(%x, %vg)
         %y: bf16[M@x, K] = matmul(%h, %wg)""",
     ),
-    "a short sum that no matmul needs follows the matmuls, together with its consumers": (
+    "a short all-reduce that no matmul needs follows the matmuls, together with its consumers": (
         "%x: bf16[M@x, K], %w: bf16[K, K]",
         """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
         %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
@@ -202,7 +202,7 @@ def test_times() -> None:
 
 
 def test_a_gather_that_overlaps_with_nothing() -> None:
-    """The gather may use copy engines only if another communication overlaps and may use copy engines."""
+    """The gather uses copy engines if they are faster, and if another communication overlaps and may use copy engines."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)

@@ -24,7 +24,7 @@ CASES = {
         %t_gathered: f32[K, M] = permute_dims(%x_gathered, axes=(1, 0))
         %y: f32[K, N@x] = matmul(%t_gathered, %z)""",
     ),
-    "a value that another op has gathered is transposed": (
+    "a value that an earlier reshard has gathered is transposed": (
         f"""%g: f32[M, K] = reshard(%x)
         %h: f32[M, N] stream(M, 8) = matmul(%g, %all)
         {TURNED}
@@ -34,7 +34,7 @@ CASES = {
         {TURNED}
         %y: f32[K, M] pinned = permute_dims(%g, axes=(1, 0))""",
     ),
-    "a sum, and then a reshard of the permuted value": (
+    "two reshards in a row, the first of a partial sum": (
         """%s: f32[M, A, B] partial(sum, x) = sum(%p, axis=(0,))
         %t: f32[B, M, A] partial(sum, x) = permute_dims(%s, axes=(2, 0, 1))
         %r: f32[B, M@x, A] = reshard(%t)
