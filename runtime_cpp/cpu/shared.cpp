@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::size_t kRingBytes = std::size_t{256} << 10;
 constexpr std::size_t kLine = 64;         // cache line size
-constexpr timespec kLook{0, 50'000'000};  // interval between checks for a failure
+constexpr timespec kLook{0, 50'000'000};  // longest time between checks for a failure
 
 // Uses futex calls, because std::atomic::wait does not work across processes.
 void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
@@ -68,7 +68,7 @@ struct SharedGroup::Segment {
   std::atomic<std::int32_t> size;  // set by the rank that joins first
   std::atomic<std::int32_t> arrived;
   Seat seats[kRanks];
-  std::atomic<std::uint64_t> signals[kRanks][kRanks][kCounts];  // signals given so far: [sender][receiver][signal number]
+  std::atomic<std::uint64_t> signals[kRanks][kRanks][kCounts];  // signals given so far: [sender][receiver][counter]
 };
 
 // Ring buffer from one rank to another.

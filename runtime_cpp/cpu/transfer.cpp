@@ -1,4 +1,4 @@
-// Moves and reduces the data of a Match, when all its ranks have arrived.
+// Moves or reduces the data of a Match after all its ranks have arrived.
 #include <algorithm>
 #include <array>
 #include <cstring>

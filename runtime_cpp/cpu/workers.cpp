@@ -84,7 +84,8 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   return !failed_;
 }
 
-// Reports a deadlock if every rank thread has attached, all attached threads wait, and no work is running or ready.
+// Reports a deadlock if every rank thread has attached, all attached threads wait, no waiting thread can continue, and no work is
+// running or ready.
 void Machine::find_deadlock() {
   if (failed_ || !round_started_ || attached_.empty() || running_ != 0 || !ready_.empty()) return;
   for (const HostThread* thread : attached_) {

@@ -45,7 +45,7 @@ struct SubmeshChannel {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
   const char* axes;  // axes along which the ranks of a process group differ: "x"
   List<Axis> mesh_axes;
-  List<int64_t> ranks;  // ranks of the program, in the order of their coordinates
+  List<int64_t> ranks;  // the mesh's ranks, numbered as in the program, in the order of their coordinates
   Transport transport = Transport::two_sided;
 };
 

@@ -21,9 +21,9 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// RAII lease of the devices for one party. A party is the ranks of one group in this process; these ranks share the lease. Other
-// parties wait, because two parties on the same devices could deadlock. Ranks of the party with another schedule also wait. A
-// lease configures the devices if no other lease exists. On CUDA, Member::Use takes no lease.
+// RAII lease of the devices for one party. A party is the ranks of one group in this process. All leases that exist at a time are
+// of one party and one schedule, because two parties on the same devices could deadlock. A lease configures the devices if no
+// other lease exists. On CUDA, Member::Use takes no lease.
 class DeviceLease {
  public:
   // Waits for the lease, for at most `seconds` if set. Holds no lease after a timeout, or on a thread

@@ -68,8 +68,8 @@ class Progress {
 // A call as a CUDA graph. The member must outlive this object. An abort may destroy the CUDA graph earlier.
 class Graph {
  public:
-  // Takes ownership of a captured graph, and uploads the graph. Otherwise the first launch would upload the graph, perhaps behind
-  // work that waits for other ranks. The stream must be idle.
+  // Takes ownership of a captured graph, and uploads the graph. Without this upload, the first launch would upload the graph,
+  // perhaps behind work that waits for other ranks. The stream must be idle.
   Graph(Member& member, cudaGraph_t graph, cudaStream_t stream, CallLog& log);
   ~Graph();
   Graph(Graph&&) = delete;
@@ -139,7 +139,7 @@ class Instance {
   // Logs a call, and enqueues the call by `work`.
   void make_call(cudaStream_t caller, const std::function<void()>& work);
   void enqueue(cudaStream_t caller, bool is_marked = false);
-  // Fills the program's temporaries with NaN.
+  // Enqueues a fill of the program's temporaries with 0xff bytes, which are NaN in every float type.
   void poison(cudaStream_t caller) const;
   Member& member() const { return member_; }
   size_t inputs() const { return inputs_.size(); }
@@ -174,7 +174,7 @@ class Instance {
   bool measures_, marks_graphs_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
-  std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all calls with these shapes
+  std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all recorded calls with these shapes
   std::optional<Progress> progress_;
   std::list<Seen> seen_;       // most recent first
   std::vector<void*> memory_;  // memory of temporaries that the graphs in seen_ use
