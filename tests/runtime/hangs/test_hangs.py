@@ -1,6 +1,6 @@
 """Reports of hangs: for every rank and stream, the last finished line, the first unfinished line, and the reason of the wait.
 
-Some tests insert a fault into the C++ of a program. Only rank 2 executes the fault.
+Some tests insert a fault into the C++ of a program. The fault affects only rank 2.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def test_ctrl_c_of_all_ranks_in_a_process(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_a_lost_signal_in_one_process(tmp_path: Path) -> None:
-    """The CPU device detects at once that no rank can continue."""
+    """The report of the CPU device names the rank whose signal is missing."""
     program = with_fault(tmp_path, "peer", SIGNAL, f"if (!({ALWAYS}))\n")
     with cpu.parallel(timeout_seconds=20), pytest.raises(ExecutionError) as caught:
         program.run(X, W)
@@ -270,7 +270,7 @@ def summed_only_here(x):
 
 
 def test_messages_name_the_users_line() -> None:
-    """Messages of a failed call and of a report have the user's line once."""
+    """Adding the user's lines to a message a second time does not repeat them."""
     module = hw.compile(summed_only_here).compiled.module
     lines = Path(str(module.__file__)).with_name("program.cpp").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, start=1) if "ncclAllReduce" in line)

@@ -1,4 +1,4 @@
-"""After `program.prepare`, calls of many sizes in any order make no plans and allocate nothing. The number of plans is limited."""
+"""After `program.prepare`, calls of the prepared sizes make no plans and allocate nothing. The number of plans is limited."""
 
 from __future__ import annotations
 

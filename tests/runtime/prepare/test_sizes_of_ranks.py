@@ -149,7 +149,7 @@ def test_random_sizes(transport: str, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["memory", "store"])
 def test_sizes_of_two_variants(by: str) -> None:
-    """In the last call, sizes are even for one rank and uneven for the other. Without an error, the ranks would run different variants."""
+    """In the last call, 2 divides the M of rank 1, but not the M of rank 0. Without an error, the ranks would run different variants."""
     script = """
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
 def gathered(x):

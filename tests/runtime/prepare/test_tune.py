@@ -20,7 +20,7 @@ from hostweave.build.cache import lookup, name_of, replace
 from hostweave.runtime.algorithms import MeasuredAlgorithms
 from hostweave.runtime.local import LocalProgram
 
-pytestmark = pytest.mark.xdist_group("tuned")  # One worker runs these tests, because all measurements are cached in one file.
+pytestmark = pytest.mark.xdist_group("tuned")  # One worker runs these tests, because several tests use the same cache entry.
 
 DEVICE = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 DEVICE.hw_cpu_runs_of_algorithm.restype = ctypes.c_uint64
