@@ -33,7 +33,7 @@ DTYPES = {
     "i8": np.int8,
     "u8": np.uint8,
 }
-SHARED = 8  # maximum number of ops of the op table that share one kernel
+SHARED = 8  # maximum number of cases of `of_table` that share one kernel
 ODD = {"M": 6, "N": 70, "K": 5}  # Rows of N elements are not multiples of 16 bytes, except in dtypes of 8 bytes.
 EVEN = {"M": 8, "N": 64, "K": 4}  # Rows of N elements are multiples of 16 bytes in every dtype.
 INPUTS = {"a": "{t}[M, N]", "b": "{t}[M, N]", "r": "{t}[N]", "c": "{t}[M, 1]", "t": "{t}[K, M, N]", "p": "bool[M, N]"}
@@ -95,7 +95,7 @@ class Case:
 
 
 def of_table(dtype: str) -> dict[str, str]:
-    """Cases of the elementwise ops of the op table that take one or two tensors of this dtype."""
+    """Cases of the elementwise ops, except `astype`, that take one or two tensors of this dtype."""
     ops, operand = {}, types.DTYPES[dtype]["M", "N"]
     for kind, definition in pointwise.OPS.items():
         if definition.arity in (1, 2) and not definition.target:
@@ -118,7 +118,7 @@ def cases(dtype: str) -> list[Case]:
 
 
 def program(dtype: str, cases: list[Case]) -> HostProgram:
-    """Host program that computes all cases on the caller's stream. Cases of the op table share kernels, because fewer kernels compile
+    """Host program that computes all cases on the caller's stream. Cases of `of_table` share kernels, because fewer kernels compile
     faster."""
     types, table = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}, of_table(dtype)
     in_table = sorted(table, key=table.__getitem__)  # sorted by the dtype of the result
@@ -137,7 +137,8 @@ def program(dtype: str, cases: list[Case]) -> HostProgram:
 
 
 def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[str, Any]:
-    """Integers from 0 to 4, or floats from 0.9 to 1.1. For these floats, log and sqrt are defined, and products of rows are finite."""
+    """Integers from 0 to 4, or floats from 0.9 to 1.1, and bools for `p`. For these floats, log and sqrt are defined, and products of
+    rows are finite."""
     random = np.random.default_rng(0)
     result: dict[str, Any] = {}
     for name, type in INPUTS.items():
@@ -185,7 +186,7 @@ def test_kernels_compute_what_numpy_does(dtype: str, target: str) -> None:
     compiled.close()
 
 
-# Kernels with several results. The second result overwrites the operand %a.
+# Kernels with two results. The second result overwrites the operand %a.
 SEVERAL = {
     "pointwise": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = subtract(%b, %a)\nreturn %h, %y",
     "chained": "%h: {t}[M, N] = multiply(%a, %b)\n%y: {t}[M, N] = add(%h, %b)\nreturn %h, %y",
@@ -234,7 +235,7 @@ kernel @turned_{name}(%{name}: f32[B, {heads}, S, {length}]) {{
 
 
 def turned(op: str, heads: int, length: int = 64) -> HostProgram:
-    """Two launches on transposed heads: an addition on 4 heads, and `op` on `heads` heads."""
+    """Two launches on transposed heads: an addition on 4 heads of 64, and `op` on `heads` heads of `length`."""
     launches = (("q", 4, 64, "add", "y"), ("k", heads, length, op, "z"))
     kernels = "".join(TURNED.format(name=name, heads=n, length=each, op=op) for name, n, each, op, _ in launches)
     body = "".join(

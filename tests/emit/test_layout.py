@@ -104,7 +104,7 @@ def test_the_colon_of_a_condition_begins_no_initializers() -> None:
     assert format_cpp(f"HW_CHECK(call({first}, {second}));\n") == broken
 
 
-def test_a_long_comment_begins_another_column() -> None:
+def test_a_long_line_begins_another_column_of_comments() -> None:
     members = [f"int {name};  // {comment}\n" for name, comment in (("b", "x" * 80), ("cccc", "x" * 80), ("a" * 60, "x"))]
     lines = format_cpp(f"struct S {{\n{''.join(members)}}};\n").splitlines()
     assert [line.index("//") for line in lines[1:4]] == [13, 13, 69]

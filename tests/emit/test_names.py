@@ -14,7 +14,7 @@ from hostweave.host_ir.ir import HostProgram
     ("name", "cpp"),
     [
         ("x", "x"),
-        ("_x", "x_1"),  # Names with a leading underscore are reserved for the C++ compiler.
+        ("_x", "x_1"),  # C++ reserves names with a leading underscore.
         ("x_", "x_1"),  # A trailing underscore marks a member.
         ("a__b", "a_b_1"),
         ("_", "v_1"),
@@ -23,7 +23,7 @@ from hostweave.host_ir.ir import HostProgram
         ("stream", "stream_1"),
         ("cudaMalloc", "v_cudaMalloc_1"),
         ("INFINITY", "INFINITY_1"),
-        ("(2*M - 1)_x", "v_2_M_1_x_1"),  # This name stands for the local rows of a concat.
+        ("(2*M - 1)_x", "v_2_M_1_x_1"),  # This name is the number of local rows of a concat.
     ],
 )
 def test_one_name(name: str, cpp: str) -> None:
@@ -92,7 +92,7 @@ def test_no_composed_name_collides() -> None:
     expect(collide, arrays, compiled(collide).run(**arrays, ranks=True))
 
 
-def test_two_meshes_over_the_same_ranks() -> None:
+def test_meshes_over_the_same_ranks() -> None:
     world = hw.Mesh(x=4)
     square, turned, line = world.ranks(range(4), u=2, v=2), world.ranks(range(4), v=2, u=2), world.ranks([3, 1, 2, 0], u=4)
 
