@@ -241,7 +241,7 @@ def test_kernels_that_read_the_same_are_one() -> None:
     assert not apart("")
     assert not apart("%a = allocate f32[N, N]\nmatmul %y, %w -> %a")
     assert not apart("", "%v = permute %w by [1, 0]\nlaunch @multiply_y %x, %v -> %b")
-    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # The second kernel reads %a.
+    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # The second kernel depends on %y.
     assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # The wait may be for data that the second kernel reads.
     assert apart("", "launch @multiply_y %w, %w -> %b")  # The two kernels have no common operand.
 
@@ -266,8 +266,8 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_is_not_fused_if_its_other_consumers_are_not(order: str) -> None:
-    """In the backward pass of a norm, two kernels compute a column sum and a row sum from the same intermediate values. Only %x is written
-    to memory; each kernel computes the other values again."""
+    """In the backward pass of a norm, two kernels compute a column sum and a row sum from the same intermediate values. The first
+    writes %x to new memory, and %dy to the memory of a result. The second reads both, and computes the other values again."""
     x = hw.bf16["M", "N"]
 
     @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)
@@ -337,7 +337,7 @@ def test_kernels_are_fused_across_streams_of_an_earlier_loop() -> None:
     assert "launch @negative_multiply_y %k, %x -> %y\n  join ring" in text
 
 
-# For each name: instructions, and the reason why a kernel does not include the next instruction.
+# For each name: instructions, and the reason why a kernel ends.
 ENDS = {
     "communication": (
         "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nall_reduce sum %h -> %y on x",

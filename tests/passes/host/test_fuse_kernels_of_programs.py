@@ -89,7 +89,7 @@ def test_numbers_are_compared_by_their_text() -> None:
 
 
 def test_a_wider_dtype_is_not_written() -> None:
-    """Two kernels need a value in f32 that is also stored in 16 bits. Each kernel casts the stored value."""
+    """Two kernels need a value in f32 that is also stored in 16 bits. Each kernel casts the 16-bit value."""
 
     @hw.fusion(x=hw.bf16["M", "N"], y=hw.bf16["M", "N"])
     def both(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
