@@ -1,4 +1,4 @@
-"""The pass sink_views: positions to which views move."""
+"""The pass sink_views moves views to their first use, and merges equal views."""
 
 from __future__ import annotations
 

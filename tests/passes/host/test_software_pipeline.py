@@ -1,4 +1,4 @@
-"""The pass software_pipeline: each stage has its own loop, and a stage issues its receive for the next iteration early."""
+"""The pass software_pipeline: each stage has its own loop, and the second stage receives the next rows before it computes."""
 
 from __future__ import annotations
 

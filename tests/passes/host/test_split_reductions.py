@@ -1,4 +1,4 @@
-"""The pass split_reductions splits a reduction of many elements to few results into two kernels. Results are equal up to rounding."""
+"""The pass split_reductions splits a large reduction to few results into two kernels. Results equal the reference up to rounding."""
 
 from __future__ import annotations
 

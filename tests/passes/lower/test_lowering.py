@@ -1,4 +1,4 @@
-"""Decisions of lower_to_host: the ops of a loop, and which results are written into the memory of other values."""
+"""The ops of each chunk loop, and the results that are written into the memory of other values."""
 
 from __future__ import annotations
 
