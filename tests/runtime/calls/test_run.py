@@ -150,7 +150,7 @@ def test_measure() -> None:
     assert all(t.enqueue_us > 0 and t.total_ms > 0 for rank in times for t in rank)
 
 
-def test_programs_of_several_sizes_and_threads() -> None:
+def test_programs_for_several_meshes_run_in_several_threads() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
     def total(x):
         return hw.sum(x, axis=0)
@@ -271,7 +271,7 @@ def test_wrong_arguments_of_compile_and_measure() -> None:
     ],
 )
 def test_without_gpus(version: str | None, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run, a call in a group, and the demo raise an error before anything is built."""
+    """A run, a call in a group, and the demo raise an error before anything is built, if they need more GPUs than there are."""
 
     def build(*_: Any) -> None:
         raise AssertionError("something is built")

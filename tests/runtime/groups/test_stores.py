@@ -1,4 +1,4 @@
-"""Stores of a group. Ranks rendezvous and synchronize through stores."""
+"""Stores of a group, and the rendezvous and gathers of its ranks."""
 
 from __future__ import annotations
 
@@ -526,6 +526,6 @@ def test_a_thread_that_has_ended() -> None:
     assert [str(error) for error in errors] == ["rank 2: its thread has ended"] * 2
 
 
-def test_notes(seats: list[Coordinator]) -> None:
+def test_positions(seats: list[Coordinator]) -> None:
     seats[1].publish_position("at call 3")
     assert seats[0].gather_positions() == [None, "at call 3", None]
