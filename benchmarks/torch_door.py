@@ -1,16 +1,16 @@
 """Compares `hostweave.torch.compile` with PyTorch: parallelize_module or fully_shard, and torch.compile.
 
-The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, except in `compile`. The input has 4096 tokens. Except in `fsdp`
+The module has 4 decoder layers of Llama 70B at per-rank shapes of TP 8, or 32 in `compile`. The input has 4096 tokens. Except in `fsdp`
 and `compile`, the module is sequence-parallel over all GPUs of this machine. Except in `compile`, torch.compile is applied to each layer,
 as in training frameworks. `forward`, `backward` and `step` also use torch.compile with async tensor parallelism. Data is random, in bf16.
-One process per GPU runs Hostweave and a variant of torch alternately. Times are milliseconds of the slowest rank, as medians over calls.
-All ranks start a call together. Arguments select the measurements; default: all.
+One process per GPU runs Hostweave and a variant of torch alternately. GPU times are milliseconds of the slowest rank, as medians over
+calls. All ranks start a call together. Arguments select the measurements; default: all.
 
 - `forward`: the forward pass;
 - `backward`: forward and backward pass, with gradients of parameters and input;
 - `step`: a whole step of AdamW, with the mean square error as loss. torch uses its fused AdamW;
 - `fsdp`: a whole step of AdamW for modules that `fully_shard` prepared, without tensor parallelism. Each rank has 4096 different tokens;
-- `host`: the host time of forward passes, captured and not captured. This measurement also runs on one GPU;
+- `host`: the host time of forward passes on rank 0, captured and not captured. This measurement also runs on one GPU;
 - `compile`: the time to compile 32 layers with an empty cache.
 
 With `tiny` all sizes are small, except in `compile`. `step tiny` and `fsdp tiny` run on 2 CPU processes if there is no GPU.
@@ -120,7 +120,7 @@ class Llama(nn.Module):
 
 
 def plan(layers: int) -> dict[str, Any]:
-    """torch's sharding plan of the layers, with the shardings of the input and of the output of each layer."""
+    """torch's sharding plan of the layers, with the shardings of the module's input and of each layer's output."""
     between = {"x": "-, tp, -"} | {f"layers.{number}": "-, tp, -" for number in range(layers)}
     return {f"layers.*.{name}": style for name, style in LAYER_PLAN.items()} | between
 
@@ -166,7 +166,7 @@ def main(*words: str) -> None:
 
 
 def _weights(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random weights, equal on all ranks. They are scaled so that the outputs of all layers are near 1."""
+    """Sets the weights, equally on all ranks. Matrices are random, and scaled so that the outputs of all layers have magnitudes near 1."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -93,7 +93,7 @@ def milliseconds(way: Way) -> float:
         return 1000 * (time.perf_counter() - begin)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)  # The GPU spins while the host enqueues calls.
+    torch.cuda._sleep(20_000_000)  # The GPU spins while the host enqueues the call.
     start.record()
     call()
     end.record()

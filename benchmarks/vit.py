@@ -22,7 +22,7 @@ import hostweave as hw
 import hostweave.torch
 
 LAUNCHES = 10
-TOLERANCE = 0.05  # relative to the largest element; both implementations round to bf16 after each op
+TOLERANCE = 0.05  # relative to the largest element; the variants round to bf16 after different ops
 
 
 def vit(layers: int) -> Any:
