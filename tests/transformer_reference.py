@@ -1,4 +1,4 @@
-"""Reference for `examples/transformer.py` in plain NumPy and float64: forward, and gradients of linears and MLPs."""
+"""Reference for `examples/transformer.py` in NumPy and float64: forward passes, and gradients of linears and MLPs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rms_norm(x: Array, weight: Array) -> Array:
 
 
 def dropout(x: Array, seed: int, draw: int) -> Array:
-    """Dropout of x [S, B, E]. The counter of an element is its index."""
+    """Dropout of x [S, B, E]. The Philox counter of an element is its index."""
     drawn = philox(np, *np.ogrid[tuple(slice(size) for size in x.shape)], 0, seed, draw)
     return np.where(drawn >= DROPPED, x / (1 - DROPPED), 0.0)
 
@@ -71,7 +71,7 @@ def projected(x: Array, wo: Array) -> Array:
 
 
 class Reference:
-    """One method per program. Names of methods omit `_tp` and `_sp`. `size` is the number of elements of a head."""
+    """Each method computes the programs of its name, without the suffixes `_tp` and `_sp`. `size` is the number of elements of a head."""
 
     def __init__(self, size: int):
         self.size = size

@@ -1,4 +1,4 @@
-"""Measured timelines. A copy of the program has a mark before and after every instruction with work. The copy gives the same results."""
+"""Measured timelines. A copy of the program has a mark before and after every instruction with work."""
 
 from __future__ import annotations
 

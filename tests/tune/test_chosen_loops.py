@@ -250,7 +250,7 @@ def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
     assert names == [("put(1)", "none"), ("get(1)", "none"), ("none", "put(1)")]
     options = replace(options, choices={choice.name: choice.chosen.name for choice in program.choices})
     assert program.host_ir == hw.compile(fusion, options=options).host_ir
-    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # The next put does not wait for copies of local shards.
+    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # The next transfer does not wait for copies of local shards.
     assert program.choices[-1].value == "w_0_resharded"  # The first weight is needed immediately.
     assert program.host_ir.count("fork comm") == 1  # Both gathers wait for the same work.
     for alternative in ("put", "get"):
