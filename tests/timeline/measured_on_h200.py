@@ -1,9 +1,9 @@
 """Measured times on 8 H200 of one host in milliseconds, of the slowest rank. Comments mark times on fewer GPUs.
 
-A key of three numbers is rows x inner dim x columns of a rank's matmul. GATHER, SCATTER and REDUCE have times of a collective of NCCL and a matmul
-of cuBLAS, one after the other. A pipeline uses four streams. In each iteration, one group call of NCCL sends a shard and receives a shard.
-Only one parameter of the cost model was fitted to these times: the slowdown of communication kernels during matmuls. This parameter was
-fitted to the times of the pipelines.
+A key of three numbers is rows x inner dim x columns of a rank's matmul. GATHER, SCATTER and REDUCE have times of a collective of NCCL and a
+matmul of cuBLAS, one after the other. A pipeline uses four streams. In each iteration, one group call of NCCL sends a shard and receives a
+shard. Only one parameter of the cost model was fitted to these times: the slowdown of communication kernels during matmuls. This parameter
+was fitted to the times of the pipelines.
 """
 
 GATHER = {
