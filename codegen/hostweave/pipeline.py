@@ -189,7 +189,8 @@ def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProg
 
 
 def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:
-    """Verifies a stage, unless it equals the stage before. Verifies an unchanged fusion too if stricter rules apply from this stage on."""
+    """Verifies a stage, unless it equals the stage before, and passes it to `observe`. Verifies an unchanged fusion too if stricter rules
+    apply from this stage on."""
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)
@@ -217,7 +218,7 @@ def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """The same computation on one device, and the dtypes of its values. If that is impossible, the reason, and an empty set."""
+    """The same computation on one device, and the dtypes of its values. If there is none, returns the reason and an empty set."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):

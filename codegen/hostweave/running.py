@@ -82,7 +82,7 @@ class Running:
         return self.compiled.module
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
-        """Makes a call. If the chosen loops do not divide its sizes, the variant without these loops makes the call."""
+        """Makes a call. If the chosen chunk loops cannot split its sizes evenly, the variant without these loops makes the call."""
         try:
             return call(self)
         except LoopsDoNotDivide:

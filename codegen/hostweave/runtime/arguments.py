@@ -107,8 +107,7 @@ def expect_writable(where: str, library: ArrayLibrary, array: Array) -> None:
 
 
 class BoundInputs:
-    """Bound arrays by name, and the inputs that calls still take. The first call on a rank makes the checks that need other inputs or the
-    rank's device."""
+    """Bound arrays by name, and the inputs that calls still take. Calls make the checks that need other inputs or the rank's device."""
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: BoundInputs | None = None):
         self._host = host

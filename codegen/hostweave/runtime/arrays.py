@@ -301,8 +301,8 @@ class _Torch(ArrayLibrary):
 
 
 def _has_memory(tensor: Array) -> bool:
-    plain = type(tensor) is sys.modules["torch"].Tensor  # data_ptr() of a fake tensor warns
-    try:
+    plain = type(tensor) is sys.modules["torch"].Tensor
+    try:  # The storage of a fake tensor is on another device, and `data_ptr()` of a fake tensor warns.
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))
     except RuntimeError:
         return False
