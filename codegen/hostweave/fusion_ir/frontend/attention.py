@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
     weights = _softmax_of(scores, _seen(scores, causal, None, lengths), lengths is not None or attn_mask is not None)[0]
     if dropout_p and seed is not None:
         indices = _indices(weights)
-        if group > 1:  # random numbers are counted over all query heads: [..., heads * group, S, T]
+        if group > 1:  # random numbers have the indices of [..., H, S, T], with all query heads
             indices[-4:] = [indices[-4] * group + indices[-3], *indices[-2:]]
         weights = _dropped(weights, dropout_p, indices, seed, draw)
     return _weighted(weights, query, value, group)
@@ -103,7 +103,7 @@ def attention(
       "bottom_right" if the query rows follow a cache of keys.
     - `window`: a row attends only to the last `window` columns that `causal` allows.
     - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. With "bottom_right",
-      row i attends to keys up to lengths - S + i. If this is negative, the row gives zeros, and a log-sum-exp of -inf.
+      row i attends to keys up to lengths - S + i. If that index is negative, the row gives zeros, and a log-sum-exp of -inf.
     - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]. Dims before the last one may be 1,
       and dims before S may be missing. -inf hides a column. A row whose columns are all hidden gives zeros, and a log-sum-exp of -inf.
     - `offsets`, i32, are the starts of N packed sequences and the end of the last one: [B, N + 1] for [B, H, S, E], and [N + 1] for [H, S,
@@ -258,7 +258,7 @@ def _scale_of(query: Tensor, scale: float | None) -> float:
 
 
 def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor | None) -> Tensor:
-    """Masked scores, at least in f32: [..., H, S, T], or [..., G, group, S, T] if several query heads share a key head."""
+    """Masked scores, at least in f32: [..., H, S, T], or [..., G, group, S, T] if `group` query heads share each of G key heads."""
     query = _by_heads(query, key, group)
     of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
     scores = _wide(_worded("scores", hw.matmul(query, hw.transpose(of_groups, -2, -1)))) * scale
@@ -286,7 +286,7 @@ def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tenso
 
 def _of_one_sequence(scores: Tensor, offsets: Tensor) -> Tensor:
     token, before = hw.iota(scores, -2)[:, None], hw.expand_dims(offsets, offsets.ndim - 1)
-    begun = hw.sum(hw.astype(token >= before, i32), -1)  # number of sequences that have begun at each token
+    begun = hw.sum(hw.astype(token >= before, i32), -1)  # number of offsets up to each token
     is_inside = (begun > 0) & (hw.iota(scores, -2) < hw.max(offsets, -1, keepdims=True))  # the last offset is the largest
     heads = tuple(range(offsets.ndim - 1, scores.ndim - 2))
     row, column, is_inside = (
