@@ -1,7 +1,7 @@
 // Milestones: marks on streams that the host can query. A milestone shows that the preceding op on the stream has ended.
 //
-// On CUDA a milestone is an event. In a capture on CUDA, a milestone is a kernel that increments a word, so that a graph remains
-// a chain of kernels. On the CPU device, a milestone is a word that the device increments.
+// On CUDA outside of captures, a milestone is an event. In a capture on CUDA, a milestone is a kernel that increments a word, so
+// that a graph remains a chain of kernels. On the CPU device, a milestone is a word that the device increments.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -28,7 +28,8 @@ class Milestones {
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.
   void give_back(int milestone);
-  // True if the op has ended this many times. Any thread may call this function.
+  // True if the op before the milestone has ended at least `times` times. For an event, `times` is 1. Any thread may
+  // call this function.
   bool is_done(int milestone, int64_t times) const;
 
  private:

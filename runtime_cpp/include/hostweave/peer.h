@@ -36,7 +36,7 @@ class PeerGroup {
 
   static inline const std::atomic<bool> kNeverAborted = false;
 
-  // Collective: joins the group of that id. Throws ExecutionError after a timeout, if the id, rank or size is wrong, if another
+  // Collective: joins the group of `id`. Throws ExecutionError after a timeout, if the id, rank or size is wrong, if another
   // rank fails, or if `aborted` is set.
   PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds,
             const std::atomic<bool>& aborted = kNeverAborted);

@@ -36,7 +36,7 @@ struct ProductScales {
 
 enum class Activation { none, relu, gelu_tanh };
 
-// Epilogue of a MatmulPlan: activation(scale product + accumulate + bias), stored with the given row pitch.
+// Epilogue of a MatmulPlan: activation(scale * product + accumulate + bias), stored with the given row pitch.
 template <class T>
 struct ProductEnd {
   T* result;

@@ -26,7 +26,8 @@ struct Registered {
 // Allocates memory that this channel and other channels with the same transport can register. `channel` is null if this rank is
 // in no channel.
 void* allocate_window(const Channel* channel, size_t bytes);
-// Collective: registers memory that `allocate_window` returned. Throws ExecutionError if NCCL or the GPU does not support this.
+// Collective: registers memory that `allocate_window` returned. Throws ExecutionError if the registration
+// fails, or if this rank cannot access the memory of a peer.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
 // Frees registered memory. With transport `peer`, the memory may be freed later; see PeerGroup::free.
 void release_window(void* data, const std::vector<Registered>& registered);

@@ -145,7 +145,8 @@ struct ThreadGroup {
 };
 #endif
 
-// A row of kElements elements. Each of kThreads threads of kBlocks blocks makes the same number of accesses of kWidth elements.
+// A row of kElements elements, shared by kBlocks blocks of kThreads threads. Each thread makes the same number of accesses of
+// kWidth elements.
 template <int kElements, int kThreads, int kNeighbours, int kBlocks = 1>
 struct Row : ThreadGroup<kThreads, kBlocks> {
   static constexpr int kWidth = kNeighbours;
