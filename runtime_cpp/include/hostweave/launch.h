@@ -1,8 +1,8 @@
 // Kernel launches in plain C++. hw::launch(kernel, grid, stream, args...) is
-// kernel<<<blocks, threads, shared, stream>>>(args...). hw::launch_pdl launches kernels that call hw::griddep_wait(). On compute
-// capability 9.0 or later, hw::launch_pdl uses programmatic dependent launch unless `at_once` is set. A programmatic dependent
-// launch saves about a microsecond: blocks of the kernel may start before earlier work on the stream has ended. The CPU device
-// uses declared accesses to detect races. Generated kernels declare accesses by HW_TOUCHES. Launches of user kernels use
+// kernel<<<blocks, threads, shared, stream>>>(args...). hw::launch_pdl launches kernels that call hw::griddep_wait(). It uses
+// programmatic dependent launch for kernels compiled for compute capability 9.0 or later, unless `at_once` is set. A programmatic
+// dependent launch saves about a microsecond: blocks of the kernel may start before earlier work on the stream has ended. The CPU
+// device uses declared accesses to detect races. Generated kernels declare accesses by HW_TOUCHES. Launches of user kernels use
 // hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
@@ -61,7 +61,7 @@ inline int64_t multiprocessors() {
 #endif
 }
 
-// Number of blocks with kProductThreads or kRowThreads threads that run at once: two per multiprocessor.
+// Number of blocks that run at once, with kProductThreads or kRowThreads threads per block: two per multiprocessor.
 inline int64_t blocks_at_once() { return 2 * multiprocessors(); }
 
 constexpr int warps_of(int64_t threads, int64_t most) {
