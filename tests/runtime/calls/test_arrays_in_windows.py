@@ -86,7 +86,7 @@ def test_arrays_in_windows_are_not_copied(ranks: int) -> None:
 
 
 def test_in_random_schedules() -> None:
-    """Several calls are in flight while windows are written and freed."""
+    """Ranks may be in different calls while windows are written and freed."""
     shared(3)  # This compiles the program once. Otherwise, each thread would compile it.
     provider = hw.Threads(3)
 

@@ -241,8 +241,8 @@ def test_calls_with_the_same_arrays_are_captured_automatically() -> None:
 
 
 def test_threads_that_share_a_captured_call() -> None:
-    """Launches by several threads inside `with step:` run one after another. Otherwise, a launch raises an error if the
-    thread of the last launch is another one and still runs."""
+    """Launches by several threads inside `with step:` run one after another. Otherwise, a launch raises an error if another
+    thread made the last launch and still runs."""
     program, ranks = PROGRAMS[1], hw.Threads(1)
     arrays = list(arrays_of(64).values())
     x, *weights = arrays
