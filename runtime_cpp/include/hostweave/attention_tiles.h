@@ -43,7 +43,7 @@ __device__ int64_t at(const HeadsAt<Memory>& x, int64_t batch, int64_t head) {
   return batch * x.batch_stride + head * x.head_stride;
 }
 
-// Tile of kAttentionTile rows of a head, from row `first` on. The tile stops at row `end`.
+// Tile of a head: at most kAttentionTile rows, from row `first` on, before row `end`.
 template <class T, class Memory>
 __device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, int64_t head, int64_t first, int64_t end) {
   const T* const base = static_cast<const T*>(x.base) + at(x, batch, head) + first * x.row_stride;
@@ -298,7 +298,8 @@ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) 
   }
 }
 
-// Products on the CPU device. The thread owns all rows and columns of a tile. 16-bit operands are first converted to f32.
+// Products on the CPU device. The thread owns all rows and columns of a tile. Operands that BLAS cannot read are
+// first copied as f32.
 template <class T>
 class Products {
  public:

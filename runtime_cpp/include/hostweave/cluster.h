@@ -25,8 +25,8 @@ struct Cluster {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     wait();
   }
-  // arrive and wait are the two parts of a barrier. This barrier does not order memory: after `wait`, other threads may not see
-  // writes that precede `arrive`.
+  // arrive and wait are the two parts of a barrier. This barrier does not order memory: after `wait`, a thread may miss writes of
+  // other threads that precede `arrive`.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
   // Writes `value` to the variable `here` of block `rank`. The variable is in shared memory.
