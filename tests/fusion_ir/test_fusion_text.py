@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 from fusions_from_files import all_fusions
@@ -72,6 +73,11 @@ def test_comments_and_spaces_do_not_count() -> None:
     text = str(all_fusions()["ag_matmul_flat"])
     changed = text.replace("{", "{  # the program", 1).replace(",", " , ").replace("  %y", "# above\n\n    %y")
     assert Fusion.parse(changed) == Fusion.parse(text)
+
+
+def test_leading_zeros_do_not_count() -> None:
+    text = "fusion @f(%x: i64[M@x, 7]) mesh(x=8) {\n  %y: i64[M@x, 7] = add(%x, 5)\n  return %y\n}\n"
+    assert Fusion.parse(re.sub(r"\b([57])\b", "0" * 5000 + r"\1", text)) == Fusion.parse(text)
 
 
 GOOD = "fusion @f(%x: f32[M@x, K]) mesh(x=8) {\n  %y: f32[M@x, K] = negative(%x)\n  return %y\n}\n"

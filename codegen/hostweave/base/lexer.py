@@ -82,15 +82,18 @@ class Lexer:
         text = self.peek()
         if not text.isdigit():
             self.fail(f"expected an int, found {self.found()}")
-        if len(text) > len(str(MAX_INT)) or int(text) > MAX_INT:
-            self.fail(f"an int of {len(text)} digits is too large; the largest int is {MAX_INT}")
-        return int(self.take())
+        digits = text.lstrip("0")
+        if len(digits) > len(str(MAX_INT)) or int(digits or "0") > MAX_INT:
+            self.fail(f"an int of {len(digits)} digits is too large; the largest int is {MAX_INT}")
+        self.at += 1
+        return int(digits or "0")
 
     def number(self, what: str) -> int | float:
         start, sign = self.at, -1 if self.accept("-") else 1
         text = self.take()
         try:
-            return sign * (int(text) if text.isdigit() and len(text) <= len(str(MAX_INT)) + 1 else float(text))
+            digits = text.lstrip("0") or "0"
+            return sign * (int(digits) if text.isdigit() and len(digits) <= len(str(MAX_INT)) + 1 else float(text))
         except ValueError:
             self.fail(f"expected {what}", start)
 
