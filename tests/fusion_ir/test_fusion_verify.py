@@ -13,7 +13,7 @@ from hostweave.fusion_ir.ir import Fusion, Stream
 from hostweave.fusion_ir.verify import verify_fusion, verify_ops
 
 
-def text(ops: str, result: str = "%y", inputs: str = "%x: f32[8@x, 4], %w: f32[4, 6]", mesh: str = "mesh(x=4)") -> str:
+def text(ops: str, result: str = "%y", inputs: str = "%x: f32[8@x, 4], %w: f32[4, 6], %z: f32[M, N]", mesh: str = "mesh(x=4)") -> str:
     body = "".join(f"  {line}\n" for line in ops.split("\n"))
     return f"fusion @f({inputs}) {mesh} {{\n{body}  return {result}\n}}\n"
 
@@ -43,6 +43,11 @@ AS_GIVEN = [
     (
         "%y: f32[3] = slice(%x, axis=0, start=2, step=1)",
         "text:2: slice: f32[3] does not have the 2 dims of f32[8@x, 4]; use select to drop one",
+    ),
+    ("%y: i64[8, 5] = argsort(%x, axis=1, first=5)", "text:2: argsort: first=5 is not from 0 to 4; write first=0 to order all elements"),
+    (
+        "%y: i64[M, 2049] = argsort(%z, axis=1, first=2049)",
+        "text:2: argsort: first=2049 is not from 0 to 2048; write first=0 to order all elements",
     ),
     ("%y: f32[3] = concat(axis=0)", "text:2: concat: takes one or more operands, not 0"),
     (

@@ -12,6 +12,7 @@ from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops import fits
 from hostweave.fusion_ir.ops.definition import INTS
+from hostweave.fusion_ir.ops.indexing import MOST_CHOSEN
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, i64, u8
 
@@ -288,9 +289,6 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
-_MOST_CHOSEN = 2048  # up to this k, a GPU selects k elements instead of sorting all; equals kSorted of threads.h
-
-
 @checked
 def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
     """The k largest elements along a dim, or the k smallest if `largest` is false, and their indices (i64). The results are sorted, with
@@ -306,8 +304,8 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
     size = x.type.shape[number]
     if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (size.is_int and k > int(size)):
         raise ProgramError.here(f"top_k: k={k!r} is not an int from 1 to {size}, the size of dim {number} of {x.type}")
-    order = _order(x, number, largest, k if k <= _MOST_CHOSEN else None)
-    if k > _MOST_CHOSEN:
+    order = _order(x, number, largest, k if k <= MOST_CHOSEN else None)
+    if k > MOST_CHOSEN:
         order = order[(*(slice(None) for _ in range(number)), slice(k))]
     return _ordered(x, order, number), order
 

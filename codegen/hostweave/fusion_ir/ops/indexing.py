@@ -28,6 +28,7 @@ from hostweave.types.tensor import Dim, DType, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
+MOST_CHOSEN = 2048  # most elements per row that a GPU selects without sorting all; equals kSorted of threads.h
 INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the unrelated dim of a source, update or result
 
 
@@ -267,8 +268,12 @@ def _along(kinds: tuple[str, ...], dtype: DType | None = None) -> Infer:
 
 
 def _order(types: Types, op: Op) -> TensorType:
-    result = _along(NUMBERS, i64)(types, op)
-    return _replaced(result, op[AXIS], Size(op[FIRST])) if op[FIRST] else result
+    result, first = _along(NUMBERS, i64)(types, op), op[FIRST]
+    size = result.shape[op[AXIS]]
+    most = min(int(size), MOST_CHOSEN) if size.is_int else MOST_CHOSEN
+    if not 0 <= first <= most:
+        raise Mismatch(f"first={first} is not from 0 to {most}; write first=0 to order all elements")
+    return _replaced(result, op[AXIS], Size(first)) if first else result
 
 
 def _of_groups(types: Types, op: Op) -> TensorType:
