@@ -144,7 +144,7 @@ KEPT = {
         %d: bf16[] = max(%b, axis=(0, 1))
         %y: bf16[] = add(%c, %d)""",
     ),
-    "two factors": (TWO, PRODUCTS + "%y: bf16[M, N] = multiply(%a, %b)"),
+    "a product of two partial sums": (TWO, PRODUCTS + "%y: bf16[M, N] = multiply(%a, %b)"),
 }
 
 
@@ -187,7 +187,7 @@ def test_gradients_of_two_micro_batches_are_reduced_once() -> None:
 
 def test_the_backward_pass_of_swiglu_reduces_the_gradient_of_its_input_once() -> None:
     program = fusions("transformer.py")["swiglu_backward_tp"]
-    # One is for the gradient of the input, and three are for the gradients of the weights.
+    # One all-reduce is for the gradient of the input, and three are for the gradients of the weights.
     assert communications(program) == ["all_reduce"] * 4
 
 

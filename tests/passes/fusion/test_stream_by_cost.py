@@ -58,7 +58,7 @@ def test_sends_and_recvs_are_not_chosen_on_4_or_more_ranks(program: tuple[str, s
 
 def test_programs_without_a_choice() -> None:
     """There is no choice with `.stream`, with overlap="off", or if a size is unknown. There is also none if chunks are not contiguous, or
-    if an op before the matmul uses the gathered value. If no number of chunks divides a size, the only alternative is "none"."""
+    if an op before the matmul uses the gathered value. If no number of chunks divides a size, the pass chooses "none"."""
     assert taken(GATHER, sizes={"M": 8192, "K": 8192}) == []
     assert taken(GATHER, sizes={**LARGE, "M": 8191}) == ["none"]
     inputs, ops = GATHER
@@ -146,7 +146,7 @@ def test_a_reduce_scatter_that_other_ops_hide_is_not_in_a_loop() -> None:
 
 
 def test_a_sum_is_fused_with_its_consumer() -> None:
-    """The kernel that uses the sum also adds the received terms. So the sum is neither written nor read again."""
+    """With puts, the kernel that uses the sum also adds the received terms. So the sum is neither written nor read again."""
     inputs, ops = SCATTER
     residual = f"{inputs}, %r: bf16[M@x, N]", ops + "\n%z: bf16[M@x, N] = add(%r, %y)"
     micros = []
@@ -251,7 +251,7 @@ def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put
     assert predicted["none"] == pytest.approx(none, rel=0.2)
 
 
-OF_FEW_ROWS = [  # Sizes, the loop that the model should choose, and measured microseconds with and without this loop.
+OF_FEW_ROWS = [  # Sizes, the alternative that the model should choose, and measured microseconds of this alternative and of none.
     *((GATHER, 512, 8192, 7168, "put(2)", 99, 127), (GATHER, 16, 8192, 7168, "none", 49.5, 49.5)),
     *((SCATTER, 512, 3584, 8192, "put(2)", 68, 79), (SCATTER, 16, 3584, 8192, "none", 31, 31)),
 ]

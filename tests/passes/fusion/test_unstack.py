@@ -17,7 +17,7 @@ STACK = """%a_1: f32[1, M] = expand_dims(%a, axis=(0,))
         """
 
 
-def test_a_slice_of_a_stack_is_the_stacked_value() -> None:
+def test_a_select_from_a_stack_is_the_stacked_value() -> None:
     body = "%c: f32[M] = select(%s, axis=0, index=1)\n%d: f32[M] = select(%s, axis=0, index=0)\n%y: f32[M] = subtract(%c, %d)"
     check(unstack, "%a: f32[M], %b: f32[M]", STACK + body, "%y: f32[M] = subtract(%b, %a)")
 
@@ -53,7 +53,7 @@ def test_a_variance_takes_two_all_reduces() -> None:
     assert [communications(program) for program in (f, g, of_means)] == [["all_reduce", "all_reduce"]] * 3
 
 
-def test_a_variance_of_one_rank_is_one_kernel() -> None:
+def test_a_variance_within_a_rank_is_one_kernel() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])
     def f(x):
         return hw.var(x, axis=1)
