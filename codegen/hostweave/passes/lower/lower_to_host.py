@@ -328,7 +328,7 @@ class _Lowering:
             return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: LoopSteps | None, buffers: list[str]) -> list[str]:
-        """If a chunk has a slice of each rank's columns, moves the dim that numbers ranks to the front, as a batch dim of the matmul."""
+        """If a chunk has a slice of each rank's columns, moves the dim that numbers ranks before the matrix dims, as a batch dim."""
         stream = op.result.stream
         if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
             return buffers
