@@ -1,5 +1,5 @@
-"""A command that compiles the C++ of tests faster than the plain compiler: with precompiled headers and little optimisation. Compiling a
-test program takes longer than running it."""
+"""A command that compiles the C++ of tests faster than the plain compiler: with precompiled headers, and most files without
+optimisation. Compiling a test program takes longer than running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs with two stages, for every pair of MESHES. The two meshes may share ranks, in the same or another order."""
+"""Programs that move tensors to another mesh and back, for every pair of MESHES. The two meshes may share ranks, in the same or another order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random programs with 8-bit floats: quantisation and scaled matmuls with random shardings. Programs pass the check, and the results of the
 interpreter are close to those of NumPy.
 
-Programs cover both dtypes, all granularities of scales, even and uneven sizes, and chunk loops with every algorithm. Norms,
+Programs cover both 8-bit dtypes, all granularities of scales, even and uneven sizes, and chunk loops with every algorithm. Norms,
 activations and gathers may precede the products. Epilogues and reductions may follow the products. Absolute values of inputs are 0, 2^i or
 5 * 2^i, so that a quotient of an element and a scale is not near a tie. Then the reference in f64 and the program in f32 round to the same
 value. If other values are quantised, `Writer.is_rounded` is set.
