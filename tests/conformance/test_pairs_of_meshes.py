@@ -1,4 +1,4 @@
-"""Programs that move tensors to another mesh and back, for every pair of MESHES. The two meshes may share ranks, in the same or another order."""
+"""Moves to another mesh and back, for every pair of MESHES. The two meshes may share ranks, in the same or another order."""
 
 from __future__ import annotations
 
