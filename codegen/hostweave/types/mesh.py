@@ -126,7 +126,7 @@ class Mesh:
 
     @cached_property
     def _strides(self) -> dict[str, int]:
-        """Distance in `all_ranks` between neighbors along each axis."""
+        """Distance in `all_ranks` between neighbours along each axis."""
         return {name: prod(size for _, size in self.axes[i + 1 :]) for i, (name, _) in enumerate(self.axes)}
 
     def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
@@ -156,7 +156,7 @@ def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Text of ranks, such as `0, 2, 5`. If all ranks are consecutive, and more than two, the text is a range: `0..4` for ranks 0 to 3."""
+    """Text of ranks, such as `0, 2, 5`. More than two consecutive ranks are written as a range: `0..4` for ranks 0 to 3."""
     first = ranks[0]
     in_a_row = len(ranks) > 2 and tuple(ranks) == tuple(range(first, first + len(ranks)))
     return f"{first}..{first + len(ranks)}" if in_a_row else ", ".join(map(str, ranks))

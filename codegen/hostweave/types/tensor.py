@@ -260,9 +260,9 @@ class TensorType:
 
         mesh = self.mesh_in(mesh)
         if not hasattr(arrays, "__len__"):
-            raise ArgumentError(f"unshard: {arrays!r} is not a list of arrays; pass one per rank, in rank order")
+            raise ArgumentError(f"unshard: {arrays!r} is not a list of arrays; pass one per rank, in the mesh's order")
         if len(arrays) != mesh.size:
-            raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one per rank, in rank order")
+            raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one per rank, in this order")
         self.check(Location.of_caller(), mesh)
         for array in arrays:
             _check_rank(self, _shape_of(array, "unshard"))
