@@ -312,6 +312,6 @@ OPS["inverse_order"] = OpDef(  # each row of the operand is a permutation of 0, 
     fiber="hw::inverse_order",
     whole="ordered",
 )
-OPS["group_order"] = OpDef(  # ends of the groups, indices sorted by group, and the position of each element in the sorted order
-    1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), fiber="hw::group_order<{groups}>", whole="ordered"
-)
+# The results are the ends of the groups, the indices sorted by group, and the position of each element in this order. Indices and
+# positions of elements outside of all groups are 0.
+OPS["group_order"] = OpDef(1, _of_groups, _whole_rows, _group_order, (AXIS, GROUPS), fiber="hw::group_order<{groups}>", whole="ordered")
