@@ -24,8 +24,8 @@ SECONDS = 60  # time limit for ranks to detect a failure, to continue, or to exi
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment of this process without the variables of a launcher. Adds PYTHONUNBUFFERED, the paths of Hostweave and the tests,
-    and `more`."""
+    """Environment of this process, without MASTER_* and the variables that identify a launcher. Adds PYTHONUNBUFFERED, the paths of
+    Hostweave and the tests, and `more`."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**clean, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **more}

@@ -362,8 +362,8 @@ def test_slices_of_stacked_weights_are_passed_without_a_copy() -> None:
 
 
 def test_asynchronous_communication_ends_before_a_block_that_communicates() -> None:
-    """An asynchronous communication ends before a block that communicates, so that all ranks use the same order. The communication overlaps
-    with other blocks."""
+    """An asynchronous communication ends before a block that communicates, so that all ranks communicate in the same order. An
+    asynchronous communication may overlap with a block that does not communicate."""
     text = """\
 function @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   %y: f32[M, N] async = matmul(%x, %w)
