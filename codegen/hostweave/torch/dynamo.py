@@ -109,7 +109,7 @@ def refused_nodes(why: str, nodes: list[Any]) -> ProgramError:
 
 
 def nodes_of(graph: GraphModule, error: ProgramError) -> dict[Node, str]:
-    """Maps unsupported nodes to the reason: the nodes of an error, and those with the same op and source line."""
+    """Maps unsupported nodes to the reason: the nodes of an error, and those with the same op and stack trace."""
     marks = {(node.meta.get("custom") or {}).get(MARK, node.name) for node in getattr(error, "nodes", ())}
     calls = [node for node in graph.graph.nodes if node.op.startswith("call_")]
     found = [node for node in calls if node.name in marks]

@@ -322,7 +322,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
             return function(*given)
         return call_function(cls, args, kwargs)
 
-    # Function.apply calls this method, so a stored reference to `apply` does too.
+    # Function.apply calls _SingleLevelFunction.apply, so a stored reference to Function.apply does too.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
         replaced((torch.Tensor, "register_hook", _refused(_HOOK))),
@@ -331,7 +331,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
 
 def _mark_detached(graph: Graph) -> None:
-    """Inserts an op before each use of a value of detach() or torch.no_grad(). Decompositions keep this op."""
+    """Marks uses of values of detach() or torch.no_grad() by an op that decompositions keep. The op replaces detach_()."""
     for node in list(graph.nodes):
         name = str(node.target)
         if name == "aten.detach_.default":
