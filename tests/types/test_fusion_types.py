@@ -131,7 +131,7 @@ def test_arrays_that_do_not_fit() -> None:
     mesh, spec = hw.Mesh(x=2), hw.f32["M@x", 4]
     with pytest.raises(ArgumentError, match=r"^an array of 1 dims does not fit f32\[M@x, 4\]; pass one of 2 dims$"):
         spec.shard(np.ones(4), 0, mesh)
-    with pytest.raises(ArgumentError, match=r"^unshard: 1 arrays for the 2 ranks of mesh\(x=2\); pass one per rank, in rank order$"):
+    with pytest.raises(ArgumentError, match=r"^unshard: 1 arrays for the 2 ranks of mesh\(x=2\); pass one per rank, in this order$"):
         spec.unshard([np.ones((2, 4))], mesh)
     with pytest.raises(ArgumentError, match=r"^unshard: rank 0 holds \[2, 4\], not its block \[3, 4\] of \[5, 4\]; pass its block$"):
         spec.unshard([np.ones((2, 4)), np.ones((3, 4))], mesh)
