@@ -215,7 +215,8 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
 
     Raises ProgramError for an unknown scaling, another dtype or number of dims, a wrong scale, or a dim in blocks that 128 does not divide.
 
-    Example: `values, scales = hw.quantize(hw.rms_norm(x, weight), "row")`, then `hw.scaled_matmul(values, w.T, scales, t.T)`.
+    Example: `values, scales = hw.quantize(x, "row")` and `w, w_scales = hw.quantize(weight, "row")`, then
+    `hw.scaled_matmul(values, w.T, scales, w_scales.T)`.
     """
     if scaling not in GROUPS:
         raise ProgramError.here(f"quantize: there is no scaling {scaling!r}; {did_you_mean(scaling, GROUPS)}")

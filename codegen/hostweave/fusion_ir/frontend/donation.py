@@ -16,9 +16,9 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, a reshard
     replaces each output that reuses an input but does not state the input's sharding.
 
-    For each input, exactly one output that no other input needs must qualify. An output qualifies under three conditions:
-    its dtype, mesh and dims are those of the input; the user gave the output no other sharding; the output is computed from the input,
-    unless `donate` gives the index of the output. An output with the dims in another order qualifies only if `donate` gives its index, or
+    For each input, exactly one output must qualify. An output that another input needs does not count. An output qualifies if
+    its dtype, mesh and dims are those of the input; the user gave the output no other sharding; and the output is computed from the input,
+    or `donate` gives the index of the output. An output with the dims in another order qualifies only if `donate` gives its index, or
     if no other qualifying output has the input's shape.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
