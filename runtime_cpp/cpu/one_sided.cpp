@@ -78,7 +78,8 @@ std::string different_bytes(std::size_t theirs, int device, std::size_t ours) {
 
 using Make = std::function<OpPtr(bool in_graph)>;
 
-// Enqueues the op that `make` returns, or captures it. Each launch of a graph calls `make`, because the counts of signals differ.
+// Enqueues the op that `make` returns. In a capture, adds a node instead: each launch of the graph calls `make`, because the
+// counts of signals differ.
 ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Make& make, bool in_graph = false) {
   Stream* const stream = Machine::get().find_stream(handle);
   const auto again = [comm, make, in_graph = comm->in_graphs](Lock& lock, Stream& on) {

@@ -117,7 +117,7 @@ cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
 ncclResult_t hw_cpu_set_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 ncclResult_t hw_cpu_take_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 
-// For kernels: calls run(closure, i) for i = 0, ..., count - 1. Idle workers make some of the calls.
+// For kernels: calls run(closure, i) for i = 0, ..., count - 1. In parallel mode, idle workers may make some of the calls.
 void hw_cpu_split(size_t count, void (*run)(void* closure, size_t i), void* closure);
 
 // For kernels: row-major c[m, n] = a[m, k] b[k, n] + beta c on the calling thread. b may be transposed.
