@@ -51,7 +51,7 @@ def check(
 
     "Ordered" means happens-before, which is computed with vector clocks (Fidge 1988, Mattern 1989).
 
-    If the program has signals, two consecutive calls are checked. Puts of the second call must not race with the first call. Three more
+    If the program has signals, two consecutive calls are checked. Accesses of the second call must not race with the first call. Three more
     rules apply:
 
     - The signals and waits of a rank are totally ordered.

@@ -172,7 +172,7 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
         for rank, operations in enumerate(instances.ranks):
             while positions[rank] < len(operations):
                 parts = operations[positions[rank]].communications
-                # The queue posts a communication before it waits for its match. Signals are posted only when the queue proceeds.
+                # The queue posts a communication, and then waits for the matching one. A signal is posted only when the queue proceeds.
                 matched_here = [(part, match_of[part]) for part in parts if part in match_of]
                 reached.update(part for part, matched in matched_here if not matched.is_signal)
                 awaited = [other for part, matched in matched_here for other in matched.awaited(part)]
