@@ -38,7 +38,8 @@ class _Cuda(Target):
         return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(cuda_parts.nvrtc.path, cuda.arch(), include_folders))
 
     def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
-        """A library for all programs, and the `requested` libraries. They are compiled at the first use."""
+        """A library for all programs and, if `requested` is not empty, the attention library and the requested kernels. All are
+        compiled at the first use."""
         shared = _library(self.name, runtime_sources(self.name), toolchain)
         libraries = [shared]
         attention = RUNTIME / "attention"

@@ -1,4 +1,4 @@
-"""Measures the timeline of a host program in a separate build. Marks surround instructions that compute or communicate.
+"""Adds marks to a host program, and makes a timeline of their measured times. Marks surround instructions that compute or communicate.
 
 matmul %x, %w -> %y     ->     mark
                                matmul %x, %w -> %y
@@ -45,7 +45,8 @@ def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str
 
 
 def _in_order(timeline: Timeline) -> Timeline:
-    """Makes every event end no later than the events that wait for it. An interrupted host thread may record an end too late."""
+    """Makes every event end no later than the events that wait for its end, and start no later than the end of the events that wait for
+    its start. An interrupted host thread may record an end too late."""
     starts, ends = [event.start for event in timeline.events], [event.end for event in timeline.events]
     is_changed = True
     while is_changed:
