@@ -1,6 +1,6 @@
 """Results of a module that share memory: tensors of the module, arguments, and views of tensors, arguments or results.
 
-A call makes such a result from the tensor whose memory it shares, by the graph's view ops. So a write to the result reaches that tensor.
+A call makes such a result from the tensor that owns the memory, by the graph's view ops. So a write to the result reaches that tensor.
 """
 
 import operator

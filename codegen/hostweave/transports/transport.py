@@ -36,7 +36,7 @@ class Transport:
 
     @property
     def is_optional(self) -> bool:
-        """True if some machines cannot use the transport. They run a variant of the program on another transport."""
+        """True if some machines cannot use the transport. On these machines, a variant of the program uses another transport."""
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
