@@ -172,7 +172,7 @@ def test_each_rank_has_equal_work(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("fact", "other"),
     [
-        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # The second rows of a rank have the other rank's diagonal.
+        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # The second piece of a rank has the other rank's diagonal.
         ("axis=1, halves=0", "axis=0, halves=1"),  # The pieces of the keys are in a wrong order.
     ],
 )
