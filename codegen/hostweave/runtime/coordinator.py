@@ -71,7 +71,7 @@ class Coordinator:
         """Publishes this rank's position in its calls, for reports of a call that hangs."""
 
     def gather_positions(self, timeout: float = 0) -> list[str | None]:
-        """Positions of all ranks, None if unknown. Waits up to `timeout` seconds for ranks whose process or thread is alive."""
+        """Positions of all ranks, None if unknown. May wait up to `timeout` seconds for ranks that have not ended."""
         return [None] * self._count
 
 

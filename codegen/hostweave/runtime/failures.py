@@ -47,7 +47,7 @@ class FallibleGroup:
         self.coordinator = Coordinator(rank, count)
         self.members: dict[str, Any] = {}  # target -> native object for this rank's device
         self.programs: weakref.WeakKeyDictionary[object, CalledProgram] = weakref.WeakKeyDictionary()
-        self.compared_calls = 0  # calls whose sizes the ranks compare
+        self.compared_calls = 0  # number of this rank's calls whose sizes are compared
         self.closed = False
         self._lock = threading.RLock()
         self._failure: str | None = None
