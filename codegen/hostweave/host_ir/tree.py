@@ -205,7 +205,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 
 
 def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
-    """Renames the objects that `names` returns."""
+    """Replaces the names that `names` returns."""
     changed: dict[str, Any] = {}
     for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)
@@ -214,7 +214,7 @@ def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
 
 
 def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
-    """Renames the object at index `i` of the result of `names` to `new[i]`."""
+    """Replaces the name at index `i` of the result of `names` by `new[i]`."""
     changed: dict[str, Any] = {}
     number = count()
     for name in _fields_of(type(instruction), wanted):
@@ -349,7 +349,7 @@ def indices_in(i: Instruction) -> Iterator[str]:
 
 
 class AliasRoots:
-    """Maps each name that a walk has visited to the parameters and allocations that contain its memory. A `choose` may have several roots.
+    """Maps each buffer and view to the parameters and allocations that contain its memory. A `choose` may have several roots.
     If two bodies define the same name, the last definition counts."""
 
     def __init__(self) -> None:
