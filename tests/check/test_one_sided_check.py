@@ -168,6 +168,18 @@ def test_check(case: str) -> None:
     assert message in fault(body)
 
 
+def test_a_collective_before_a_signal_in_one_queue() -> None:
+    """Rank 1 waits for the signal of rank 0 before its part of the collective."""
+    wait = f"  if rank.x == 1 {{\n    stream b[0] {{\n{awaited(0)}    }}\n  }}\n"
+    signal = f"  if rank.x == 0 {{\n    stream b[0] {{\n{given(0)}    }}\n  }}\n"
+    collective = "  stream a[0] {\n    all_reduce sum %x -> %y on c\n  }\n"
+    body = f"  %w = allocate_window f32[M/2, 4]\n  fork a\n  fork b\n{wait}{collective}{signal}  join a\n  join b\n"
+    assert "rank 0, a[0]: all_reduce sum %x -> %y on c: waits forever" in (
+        message := fault(body, HEAD.replace("x one_sided", "x one_sided, c: x two_sided"))
+    )
+    assert message.endswith("before it, issue the operations that rank 1 waits for")
+
+
 def permutes(ranks: int, *directions: int) -> Fusion:
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", 4])
     def permutes(x: hw.Tensor) -> tuple[hw.Tensor, ...]:

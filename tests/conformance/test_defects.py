@@ -5,10 +5,10 @@
 | the count of an all_gather is the size of the result, n times the correct count | test_collectives, every dtype and number of ranks |
 | bf16 is sent as another type | test_collectives |
 | integers are compared as unsigned; the maximum of negative floats starts at the smallest positive one | test_signs |
-| a send or recv outside a group is refused | test_raw_sends, test_collectives (ring) |
+| a send or recv outside a group is refused | test_raw_sends |
 | the stated order of a process group is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) |
 | the process group is always the whole mesh, or its last axis | test_one_axis_of_a_mesh, test_reshards |
-| a rank in no process group fails | test_ranks_that_take_no_part |
+| a rank that takes no part in a communication fails | test_ranks_that_take_no_part |
 | an error in a group leaves it open, and the next collective hangs | test_rank_faults: test_a_rank_that_fails_in_the_middle |
 | counts and dtypes are not compared with the buffers | test_host_verify (counts, dtypes), test_check (matching) |
 | an all_to_all rounds a size down if the ranks do not divide it | test_host_verify (all_to_all) |

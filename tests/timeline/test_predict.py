@@ -133,7 +133,7 @@ def test_sharded_weights_of_two_gpus() -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("result", [("M@x", "N"), ("M", "N")])
 def test_the_timeline_agrees_with_the_cost_model(ranks: int, result: tuple[str, str]) -> None:
-    """The cost model has a formula for one loop. The timeline simulates all operations."""
+    """The cost model simulates the matmuls and transfers of one loop. The timeline simulates all operations."""
     sizes = {"M": 8192, "K": 3584 * ranks, "N": 8192}
     made = hw.compile(product(ranks, result), options=hw.Options(machine=H200, check=False, sizes=sizes))
     assert made.predict(sizes).predicted.micros == pytest.approx(made.choices[0].chosen.micros, rel=0.05)

@@ -189,7 +189,8 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
             raise failure(instances.program, f"{part}: {why}; add that wait first, or use another signal number", part.instruction)
     if stuck:
         first = stuck[0]
+        awaited = [other for part in first.communications for other in match_of[part].awaited(part) if other not in reached]
+        ranks = sorted({other.rank for other in awaited})
+        peers = f"ranks {' and '.join(map(str, ranks))} wait" if len(ranks) > 1 else f"rank {ranks[0]} waits"
         why = "waits forever if a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"
-        raise failure(
-            instances.program, f"{first}: {why}; before it, issue the operations that rank {first.peer} waits for", first.instruction
-        )
+        raise failure(instances.program, f"{first}: {why}; before it, issue the operations that {peers} for", first.instruction)

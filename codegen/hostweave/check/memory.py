@@ -29,7 +29,7 @@ class Pieces:
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
         last = max(size, *(offset + run + sum(count * step for count, step in rows) for offset, rows, run in regions_of_bytes))
-        integer = np.dtype(np.int64 if last < 2**63 else object)  # NumPy uses Python's integers if 64 bits are too few.
+        integer = np.dtype(np.int64 if last < 2**63 else object)  # Python's integers if 64 bits are too few
         starts = {block: starts_of_runs(*block, integer) for block in regions_of_bytes}
         ends = {block: first + block[2] for block, first in starts.items()}
         # Two consecutive cuts bound a segment. This sort is many times faster than np.unique, because the parts are sorted already.

@@ -40,7 +40,7 @@ class ShardingRule:
     shapes: tuple[tuple[Dim, ...], ...]  # dims of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # required layouts of the operands, if stated (as for a call) or carried (as for a reshape)
+    taken: tuple[Layout, ...] | None = None  # required layouts of the operands, if `stated` or `carried` of OpDef gives them
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
         """True if dim `dim` of the result, and all dims of operands with the same label, can be split like `wanted`."""
@@ -150,7 +150,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
 
 
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
-    """True if the op can be applied to the terms of partial operands before their sum, without more rounding."""
+    """True if the op can be applied to the terms of partial operands before their sum. An `astype` must not round the terms."""
     partial = [type.partial is not None for type in operands]
     if op.kind == "astype":
         before, after = operands[0].dtype, op.result.type.dtype

@@ -36,7 +36,7 @@ def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[A
         why = "each part of the mesh has only one stage"
         raise ProgramError(f'hostweave.torch.compile: schedule="interleaved": {why}; use schedule="1f1b", or more stages')
     if each > 1 and name != "gpipe" and microbatches % parts:
-        why = f"{microbatches} micro-batches cannot be divided evenly among the {parts} parts of the mesh"
+        why = f"each part of the mesh runs micro-batches in groups of {parts}, but there are {microbatches}"
         raise ProgramError(f"hostweave.torch.compile: {why}; use a multiple of {parts}")
     return _merged([_of_part(name, coordinate, each, parts, microbatches) for coordinate in range(parts)], stages)
 
@@ -45,8 +45,9 @@ def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: in
     """Actions of one part of the mesh, in their order.
 
     gpipe runs all forward passes before all backward passes. auto, 1f1b and interleaved are Megatron's interleaved 1F1B
-    (https://arxiv.org/abs/2104.04473), which is 1F1B if the part has one stage. zero_bubble is ZB-H1 (https://arxiv.org/abs/2401.10241):
-    coordinate c computes gradients of parameters c micro-batches later than gradients of inputs.
+    (https://arxiv.org/abs/2104.04473), which is 1F1B if the part has one stage. In zero_bubble, coordinate c
+    computes gradients of parameters c backward passes later than gradients of inputs. With one stage per part, this is ZB-H1
+    (https://arxiv.org/abs/2401.10241).
     """
     own = [coordinate + number * parts for number in range(each)]
     if name == "gpipe":

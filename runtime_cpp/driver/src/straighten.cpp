@@ -74,7 +74,7 @@ class Ended {
     }
   }
 
-  // True if the edge `before` makes another edge from `node` to the same target redundant.
+  // True if the edge `before` makes any edge from `node` to the same target redundant, even a full one.
   bool has(size_t node, const Edge& before) const {
     return begins_[before.from].has(node) || (before.kind == Edge::full && ends_[before.from].has(node));
   }

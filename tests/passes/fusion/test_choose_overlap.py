@@ -179,7 +179,7 @@ LOOPS = {
           %y: f32[M@x, N] stream(M) = relu(%s)
         }""",
     ),
-    "a local slice of the streamed dim ends the loop, and views alone form no loop": (
+    "producers of a local slice of the streamed dim do not join its loop, and views alone form no loop": (
         "%x: f32[M, K@x]",
         """%s: f32[M] partial(sum, x) = sum(%x, axis=(1,))
         %r: f32[M] = all_reduce(%s, axes=(x), reduction=sum)
@@ -188,7 +188,7 @@ LOOPS = {
         %r: f32[M] = all_reduce(%s, axes=(x), reduction=sum)
         %y: f32[M@x] = shard(%r, dim=0, axes=(x))""",
     ),
-    "one device": (
+    "a matmul of replicated tensors": (
         "%x: f32[B, M, K], %w: f32[K, N]",
         "%y: f32[B, M, N] stream(B) = matmul(%x, %w)",
         "loop B indices across_shards {\n%y: f32[B, M, N] stream(B) = matmul(%x, %w)\n}",
@@ -299,7 +299,7 @@ def test_a_gather_with_another_consumer_is_not_in_the_loop(other: str) -> None:
     assert [op.result.stream for op in after.ops if op.result.name == "g"] == [None]
     assert str(caught[0].message) == (
         "text:4: stream of %a overlaps nothing: the all_gather of %x is before the loop, because its result is used by %b too; "
-        "stream all users over the same dim, in equal chunks"
+        "stream all users over the same dim, in equal chunks, so that no user needs a whole result of another"
     )
 
 

@@ -63,7 +63,7 @@ CASES = {
         + OTHERS.format("%l_i", "%h"),
     ),
 }
-# Iterations in which the copy is needed.
+# Iterations in which the pass keeps the copy.
 STAYS = {
     "the copy is overwritten": f"{G}{OWN.format('%g', '%x')}launch @negative_b %g -> %g\nmatmul %g, %x -> %y_i\n",
     "part of the copy is overwritten": f"{G}{OWN.format('%g', '%x')}%r = slice %g[0: 1 from 0]\nfill %r with 1.0\nmatmul %g, %x -> %y_i\n",
@@ -77,7 +77,7 @@ STAYS = {
     "the source is overwritten": f"%s = allocate f32[4, 4]\ncopy %x -> %s\n{G}{OWN.format('%g', '%s')}fill %s with 1.0\n"
     "matmul %g, %s -> %y_i\n",
     "the source is read afterwards, too": f"{H}{LANDS}{OWN.format('%l_i', '%h')}copy %h -> %y_i\n",
-    "other iterations read the destination of the copy": f"{H}{LANDS}{OWN.format('%l_i', '%h')}copy %l_i -> %y_i\n",
+    "the loop reads the buffer to which the copy writes": f"{H}{LANDS}{OWN.format('%l_i', '%h')}copy %l_i -> %y_i\n",
     "another stream may read the destination before the copy": f"{H}wait done[0]\n{LANDS}{OWN.format('%l_i', '%h')}",
 }
 
@@ -128,7 +128,7 @@ def test_local_chunks_are_used_in_place(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", STAYS)
-def test_a_copy_that_is_needed_stays(case: str) -> None:
+def test_a_copy_stays(case: str) -> None:
     given = program(STAYS[case])
     check(given)
     assert any(isinstance(i, ir.Copy) for i in tree.walk(given.body))

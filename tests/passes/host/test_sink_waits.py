@@ -60,7 +60,7 @@ def test_two_joins() -> None:
         LOOP + "join ring\ncopy %y -> %z",  # This reads a result of the loop.
         LOOP + "join ring\nfill %y with 0.0\ncopy %v -> %z",  # This overwrites a result of the loop.
         LOOP + "join ring\n" + LOOP.replace("%i", "%j").replace("%y", "%z").replace("_i", "_j") + "join ring",
-        LOOP + "join ring\nfork other\nstream other[0] {\n  copy %y -> %z\n}\njoin other",  # Another stream reads a result of the loop.
+        LOOP + "join ring\nfork other\nstream other[0] {\n  copy %y -> %z\n}\njoin other",  # A fork orders streams.
         LOOP + "join ring\n%t = allocate f32[8]\ncopy %y -> %z",  # An allocation takes no time, so a later wait has no gain.
     ],
 )

@@ -11,7 +11,7 @@ from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.pipeline import PASSES, lower
 
 CASES = {
-    "a slice is a view, and a matmul computes an operand of a concat in its result": (
+    "a slice is a view, and a matmul writes an operand of a concat to the result of the concat": (
         """\
 fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
   %part: f32[M, 2] = slice(%x, axis=1, start=4, step=1)

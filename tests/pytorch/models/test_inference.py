@@ -103,8 +103,8 @@ def test_styles_of_torch_make_it_sequence_parallel() -> None:
 
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
-def test_parameters_are_read_in_place(plan: str) -> None:
-    """Calls use new values of parameters, even if blocks of a weight are copies."""
+def test_calls_use_new_values_of_parameters(plan: str) -> None:
+    """With the second plan, blocks of a weight are copies."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -315,7 +315,7 @@ class Pooled(nn.Module):
 
 
 class Residuals(nn.Module):
-    """A module with unnamed residual blocks, results of several dtypes, and an empty slice."""
+    """A module with residual blocks whose layers have only numbers as names, results of several dtypes, and an empty slice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -259,7 +259,7 @@ def test_1f1b_keeps_few_micro_batches() -> None:
         ({"schedule": "interleaved"}, 'each part of the mesh has only one stage; use schedule="1f1b"'),
         (
             {"stages": 4, "microbatches": 3, "rows": 3},
-            "3 micro-batches cannot be divided evenly among the 2 parts of the mesh; use a multiple of 2",
+            "each part of the mesh runs micro-batches in groups of 2, but there are 3; use a multiple of 2",
         ),
         ({"microbatches": 3}, r"x is \(4, 8\); pass a tensor whose first dim is a multiple of microbatches=3"),
         ({"mesh": {"tp": 2, "pp": 2}}, "pp is not the first axis"),

@@ -79,7 +79,8 @@ def test_the_device_has_memory_for_one_of_its_threads(tmp_path: Path) -> None:
     """The CPU device can start one thread, but not the next one. It must end the started thread, which would otherwise wait forever."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("the device has one thread on a machine with one core")
-    script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"  # Threads of the device have stacks of 128 MiB.
+    # Threads of Python have stacks of 1 MiB. Threads of the device have stacks of 128 MiB, the limit that prlimit sets.
+    script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"
     environment = {**os.environ, "HOSTWEAVE_CACHE": str(tmp_path / "cache"), "MALLOC_ARENA_MAX": "1"}
     command = ["prlimit", f"--stack={128 << 20}:", sys.executable, "-c", script, "AS", str(200 << 20), "load"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

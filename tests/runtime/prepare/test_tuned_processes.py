@@ -1,7 +1,7 @@
 """`Options(tune=True)` with ranks that are processes.
 
-Ranks share algorithms when they first make plans. Later, ranks share algorithms only if the program communicates and all ranks prepare
-new sizes.
+Ranks share algorithms when they first make plans. Later, calls share algorithms only if the program communicates and the sizes
+are new on all ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_sizes_of_ranks import on_two_ranks
 
-pytestmark = pytest.mark.xdist_group("tuned")  # One worker runs these tests, because all measurements are cached in one file.
+pytestmark = pytest.mark.xdist_group("tuned")
 
 SCRIPT = """
 import ctypes

@@ -41,8 +41,11 @@ def lagged_by(op: Op) -> dict[int, int]:
 
 
 def result_type(op: Op, index: int) -> TensorType:
-    """Type of result `index` of a call or a repeat. With a depth, the result is a stack over the calls. The indices
-    of a repeat count the function's results, then its operands, then its results again. The last two are stacks of carried values."""
+    """Type of result `index` of a call or a repeat. With a depth, the result is a stack over the calls.
+
+    The indices of a repeat count the function's results, then its operands, then its results again. Results of the second and third
+    kind are stacks of the operands and of the results of all calls.
+    """
     types = (*op.called.output_types, *(value.type for value in op.called.inputs), *op.called.output_types)
     return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])
 

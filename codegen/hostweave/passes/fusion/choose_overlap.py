@@ -183,7 +183,8 @@ class _Choice:
             others = [f"%{user.result.name}" if user else "the caller" for user in self.uses[gather.result.name] if user != op]
             if others and self.member(gather, dim).changes_streamed_dim("all_gather"):
                 why = f"the all_gather of %{gather.tensors[0]} is before the loop, because its result is used by {' and '.join(others)} too"
-                text = f"stream of %{op.result.name} overlaps nothing: {why}; stream all users over the same dim, in equal chunks"
+                remedy = "stream all users over the same dim, in equal chunks, so that no user needs a whole result of another"
+                text = f"stream of %{op.result.name} overlaps nothing: {why}; {remedy}"
                 warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Algorithm]]:

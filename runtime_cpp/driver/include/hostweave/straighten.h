@@ -21,7 +21,8 @@ struct Edge {
   std::optional<size_t> given{};  // index among the captured edges
 };
 
-// Removes the nodes of `left_out`, connects their predecessors to their successors, and removes redundant edges.
+// Removes the nodes of `left_out`, connects their predecessors to their successors, and removes edges that would be redundant
+// even if they were full.
 std::vector<Edge> straightened(std::vector<Edge> edges, const std::vector<bool>& left_out);
 
 // Events that a stream waits for before a launch of the graph, and events that the stream records after the launch.
