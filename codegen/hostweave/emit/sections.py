@@ -29,7 +29,7 @@ class Section:
     of the loop.
 
     With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and vector stores. `around` is
-    the section outside of this loop. `is_around` is True if this section is the `around` of another one in a loop nest.
+    the section outside of this loop. `is_around` is True if this section is the `around` of another section.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class Structs:
     field: str  # name of the array, a field of the program's Inputs or Outputs
     groups: dict[str, ParameterGroup]  # parameter -> group
     members: dict[str, str]  # parameter -> C++ member
-    argument: str  # C++ parameter for one struct, if the function takes another struct of this side
+    argument: str  # C++ parameter for one struct, if an earlier parameter is a struct of this side
 
     @property
     def word(self) -> str:

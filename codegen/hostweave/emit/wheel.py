@@ -39,7 +39,7 @@ class Wheel:
 
 
 def _names(program: ProgramSources, arguments: Iterable[CheckedArgument]) -> Iterator[str]:
-    """Tensors in the order of the C API's struct."""
+    """Names of the tensors, in the order of the C API's struct."""
     for x in program.fields(arguments):
         if isinstance(x, Structs):
             yield from (group.names[i] for i in range(x.count) for group in x.groups.values())

@@ -16,8 +16,8 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Alternative:
-    """An algorithm with chunks, or no overlap. `micros` is the predicted time of the reshard and its matmuls, or the program's measured
-    time."""
+    """An algorithm with chunks, or no overlap. `micros` is predicted for the reshard and the ops that it may overlap with, or measured for
+    the whole program."""
 
     algorithm: str
     chunks: int
