@@ -86,8 +86,8 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[2]} {choice[3]}", " " * len(f"{indent}{choice[2]} ") + choice[4]]
     if not outer:
         return [indent + line]
-    # If the only argument is a call or a list, as in `HW_CHECK(cudaMemcpyAsync(`, the outer call breaks before this argument. This holds
-    # only if the argument then fits on one line.
+    # If the only argument is a call or a list, as in `HW_CHECK(cudaMemcpyAsync(`, the outer call breaks before this argument if
+    # the argument then fits on one line.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:

@@ -64,8 +64,8 @@ class CppNames:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """C++ name for `name` that is not in `apart`. A composed name, such as `M_x`, needs a kind, because another value could have this
-        name."""
+        """C++ name for `name` that is not in `apart`. A composed name, such as `M_x`, needs a kind, because the user may give the
+        same name to another value."""
         if (kind, name) not in self._given:
             free = self._free(name, apart)
             self._given[kind, name] = free

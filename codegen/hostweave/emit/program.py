@@ -154,7 +154,7 @@ class ProgramSources:
 
     @property
     def prepares_together(self) -> bool:
-        """True if all ranks must call `prepare` together, because they exchange addresses in it."""
+        """True if all ranks must call `prepare` together, because the ranks exchange addresses in `prepare`."""
         return bool(self.window_channels or self.context.exchanges)
 
     @property
