@@ -172,7 +172,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Path:
-    """Rebuilds entry `name`, and returns its folder. Meanwhile, other processes find no entry."""
+    """Removes entry `name`, and returns the folder of a new one. `make` is not called if another process makes the entry first."""
     with _as_build_error(), _lock(name):
         _own((root() / name).parent)
         _remove(root() / name)

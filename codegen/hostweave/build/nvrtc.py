@@ -92,7 +92,7 @@ class Nvrtc:
     """The NVRTC library, and the architecture for which it compiles."""
 
     library: Path
-    arch: str  # "sm_90"
+    arch: str  # "sm_90a"
     include_folders: tuple[Path, ...]
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
@@ -133,7 +133,7 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def loader(cubins: Mapping[str, Path]) -> str:
-    """C++ that embeds cubins, and defines a `hw::JitKernel` for each of their kernels. Only kernels have a constant bank."""
+    """C++ that embeds cubins, and defines a `hw::JitKernel` for each of their kernels. Sections .nv.constant0 have the kernel names."""
     data, kernels = [], []
     for unit, path in cubins.items():
         symbol = f"hw_cubin_{unit}"
