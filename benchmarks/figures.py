@@ -1,4 +1,4 @@
-"""Runs the Python benchmarks that docs/figures.md names, except comm. Prints a table of the figures that have a goal.
+"""Runs fsdp, and the Python benchmarks that docs/figures.md names, except comm. Prints a table of the figures that have a goal.
 
 Some rows of the page need other arguments or another machine. Each part is a benchmark that runs in a separate process with a time
 limit. The output of a part is printed immediately. Arguments are names of parts; default: all. The argument `goals` adds the parts that
