@@ -6,12 +6,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
 from hostweave.build.cuda import gpus
 from hostweave.build.toolchain import ENQUEUING, INSTALLED, MODULE_FILE, Toolchain
-from hostweave.targets.target import find_target
+from hostweave.targets.target import NAMES, find_target
 
 # Headers of programs, bindings and kernels. A C++ compiler compiles kernels only for the CPU target.
 HEADERS = (
@@ -63,9 +64,20 @@ def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]
     script, compiler = folder / name, shlex.quote(str(find_target("cpu").toolchain().compiler))
     cases, library_level = "\n".join(_cases(folder, optimised)), " ".join(_level(LIBRARY, optimised))
     words = {"compiler": compiler, "linker": _linker(folder, compiler), "libraries": _libraries(), "module": MODULE_FILE}
-    script.write_text(SCRIPT.format(cases=cases, library=LIBRARY, library_level=library_level, **words))
-    script.chmod(0o755)
+    text = SCRIPT.format(cases=cases, library=LIBRARY, library_level=library_level, **words)
+    if not script.exists() or script.read_text() != text:  # The cache identifies a compiler by its path, size and time.
+        script.write_text(text)
+        script.chmod(0o755)
     return script
+
+
+def toolchains() -> dict[str, Toolchain]:
+    """Toolchains of the targets for which this machine can compile."""
+    found = {}
+    for target in NAMES:
+        with suppress(BuildError):
+            found[target] = find_target(target).toolchain()
+    return found
 
 
 def _linker(folder: Path, compiler: str) -> str:
@@ -84,16 +96,15 @@ def _libraries() -> str:
 
 
 def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
+    found = toolchains()
     for (target, what), headers in HEADERS_OF.items():
-        try:
-            toolchain = find_target(target).toolchain()
-        except BuildError:  # CUDA is not installed.
+        if target not in found:
             continue
         level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
         standard = STANDARD + CUDA_STANDARD if target == "cuda" else STANDARD
         header.write_text(standard + "".join(f'#include "hostweave/{name}.h"\n' for name in headers))
-        yield _case(toolchain, what, str(header), level)
+        yield _case(found[target], what, str(header), level)
 
 
 def _level(what: str, optimised: Collection[str]) -> list[str]:

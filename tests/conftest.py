@@ -6,6 +6,8 @@ import gc
 import os
 import re
 import shutil
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -13,19 +15,20 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import compress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
 import pytest
-from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
+from compiler import KERNELS, LIBRARY, PROGRAM, toolchains, with_precompiled_headers
 from cuda_here import compiles, quick_options
 from turns import FOLDER as OBJECTS
 from turns import with_others
 from xdist.scheduler import LoadGroupScheduling
 
 from hostweave.base.errors import BuildError
+from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build import make, nvrtc
+from hostweave.build.cache import key_of, root, stamp_of
 from hostweave.build.cuda import gpus
 from hostweave.build.nvrtc import Unit
 from hostweave.build.toolchain import ONLY_ENQUEUE, Toolchain
@@ -38,7 +41,9 @@ OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the p
 
 # Long tests start first. Otherwise, one worker might still run a long test when all other workers are done.
 LONGEST = (
-    "test_processes.py",  # Without GPUs, one worker runs the whole file.
+    "test_killed_ranks.py",  # Without GPUs, one worker runs the whole file. The same holds for the next file.
+    "test_leaving_ranks.py",
+    "test_launchers.py",
     "test_interrupts.py",
     "test_export.py",
     "test_exported_library.py",
@@ -67,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets a cache folder that all workers of this session share. The cache of the user is not used.
+    """Sets a cache folder that all workers share. The cache of the user is not used.
 
     With GPUs, programs are compiled with the default flags. Without GPUs, C++ of programs and runtimes is not optimised, except kernels in
     tests with the fixture `optimised_kernels`. Tests that unset CXX compile with the default flags and without precompiled headers.
@@ -83,19 +88,36 @@ def pytest_configure(config: pytest.Config) -> None:
         for library in ("OMP", "OPENBLAS"):  # Threads of torch and NumPy would spin on the cores of other workers.
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not is_worker:
-        folder = TemporaryDirectory(prefix="hostweave-tests-")
-        os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
-        os.environ.setdefault(OBJECTS, str(Path(folder.name, "objects")))
+        folder = kept_folder()
+        os.environ["HOSTWEAVE_CACHE"] = str(folder / "cache")
+        os.environ.setdefault("HOSTWEAVE_CACHE_LIMIT", "3 GB")
+        os.environ.setdefault(OBJECTS, str(folder / "objects"))
         Path(os.environ[OBJECTS]).mkdir(exist_ok=True)
-        optimising, quick = (with_precompiled_headers(Path(folder.name), *named) for named in COMPILERS.items())
+        optimising, quick = (with_precompiled_headers(folder, *named) for named in COMPILERS.items())
         os.environ[OPTIMISING], os.environ["CXX"] = str(optimising), str(optimising if gpus() else quick)
-        config.add_cleanup(folder.cleanup)
         if gpus():
             building = Thread(target=build_runtime)
             building.start()
             config.add_cleanup(building.join)
     if not gpus():
         pytest.MonkeyPatch().setattr("hostweave.targets.cpu.Toolchain", with_kernels)
+
+
+def kept_folder() -> Path:
+    """Folder of compiled programs, which later sessions reuse. Removes folders for other versions of the runtime or the compilers. Keeps
+    folders of sessions that began in the last hour, because they may still run."""
+    checkout = key_of(str(Path(__file__).parent), sys.prefix)
+    stamps = *(toolchain.stamp for toolchain in toolchains().values()), *map(stamp_of, (BUILDER, RUNTIME))
+    version = key_of(*stamps, *nvrtc.OPTIONS, Path(__file__).with_name("compiler.py").read_text())
+    folders = root().with_name("hostweave-tests")
+    kept = folders / f"{checkout}-{version}"
+    for folder in (folders, kept):
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+    kept.touch()
+    for folder in folders.glob(f"{checkout}-*"):
+        if folder.stat().st_mtime < time.time() - 3600:
+            shutil.rmtree(folder, ignore_errors=True)
+    return kept
 
 
 def build_runtime() -> None:

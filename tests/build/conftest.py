@@ -16,4 +16,5 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HOSTWEAVE_CACHE_LIMIT", raising=False)
     return tmp_path / "cache"

@@ -320,6 +320,7 @@ def test_timeline(capsys: Captured, tmp_path: Path) -> None:
 
 def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path))
+    monkeypatch.delenv("HOSTWEAVE_CACHE_LIMIT", raising=False)
     folder = Path(output_of(capsys, "compile", P2P, *AT_FOUR).strip())
     assert folder.parent == tmp_path
     assert (folder / "program.cpp").read_text() == golden_source("ag_matmul_p2p", "program.cpp")

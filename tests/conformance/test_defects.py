@@ -14,7 +14,7 @@
 | an all_to_all rounds a size down if the ranks do not divide it | test_host_verify (all_to_all) |
 | two groups of ranks share one channel | test_init: test_groups_of_different_names_do_not_mix |
 | channels are made at every call, or never freed | test_init: test_channels_are_made_once_and_freed |
-| a channel is on the current device, or the index of the device is used as rank | test_processes; test_providers |
+| a channel is on the current device, or the index of the device is used as rank | test_launchers; test_providers |
 | a collective inside a condition on the rank compiles, and hangs | test_host_verify (`if`, loops) |
 | an unused communication is not removed, or is removed only on some ranks | test_unused_communication_is_removed, test_decompose_reshards |
 | communications of two channels have different orders on different ranks | test_serialize_channels, test_check |
@@ -25,7 +25,7 @@
 | averages, and reductions of integers to one rank, are missing | test_collectives (avg, reduce) |
 | a permute leaves ranks without a source unchanged | test_one_axis_of_a_mesh, test_collectives (collective_permute) |
 | zero elements, one element or uneven shards fail | test_collectives (0 and 1), test_reshards |
-| ranks wait forever for a rank that has ended | test_rank_faults, test_processes |
+| ranks wait forever for a rank that has ended | test_rank_faults, test_leaving_ranks |
 """
 
 from __future__ import annotations

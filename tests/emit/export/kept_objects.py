@@ -17,19 +17,21 @@ def after(option: str) -> str:
 
 
 unit, into = Path(after("-c")), Path(after("-o"))
-if not re.search(r"/hostweave_(runtime|cpu_device)\.dir/", f"/{into}"):
+text = unit.read_text() if unit.is_file() else ""
+sources = [unit, *map(Path, re.findall(r'#include "(/.*?)"', text))]  # A unit of a unity build includes sources by their paths.
+root = next((folder for source in sources for folder in source.parents if Path(folder, ".hostweave-export").is_file()), None)
+if not root or "-MF" not in command:
     os.execvp(command[0], command)
 
-text = unit.read_text()
-found = re.search(r'#include "(.*?)/runtime/', text) or re.search("(.*?)/runtime/", str(unit))  # The unit includes sources, or is a source.
-assert found, text
-root = found[1]
-files = sorted(path for path in Path(root, "runtime").rglob("*") if path.is_file())
+of_runtime = re.search(r"/hostweave_(runtime|cpu_device)\.dir/", f"/{into}")
+names = sorted(line.split("  ", 1)[1] for line in Path(root, ".hostweave-export").read_text().splitlines())
+# Objects of the runtime depend only on the runtime. Only wheels have the folder `wheel` in it.
+files = [Path(root, name) for name in names if not of_runtime or (name.startswith("runtime/") and "/wheel/" not in name)]
 options = [option for option in command[1:] if option != str(unit) and not option.endswith((".o", ".o.d"))]
 compiler = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout
-key = hashlib.sha256("\n".join([compiler, *options, text]).replace(root, "").encode())
+key = hashlib.sha256("\n".join([compiler, *options, text]).replace(str(root), "").encode())
 for file in files:
-    if file.parent.name != "wheel":  # Only wheels have this folder.
+    if file.is_file():
         key.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
 kept = Path(os.environ["HOSTWEAVE_TESTS_OBJECTS"], f"{key.hexdigest()}.o")
 with open(f"{kept}.lock", "w") as lock:  # Other processes wait until the first process has made the object.
@@ -37,7 +39,8 @@ with open(f"{kept}.lock", "w") as lock:  # Other processes wait until the first 
     if not kept.exists():
         if status := subprocess.run(command).returncode:
             sys.exit(status)
-        shutil.copy(into, kept)
+        shutil.copy(into, kept.with_suffix(".part"))
+        kept.with_suffix(".part").rename(kept)
 shutil.copy(kept, into)
 needed = " ".join(str(path).replace(" ", r"\ ") for path in files)
 Path(after("-MF")).write_text(f"{into}: {needed}\n")

@@ -60,8 +60,8 @@ def in_zigzag() -> Fusion:
 
 
 def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The commands that `hostweave export` prints build and run the first project. All projects are in one folder, so that the runtime is
-    built once."""
+    """The commands that `hostweave export` prints build and run the first project. A second project in the same folder does not build the
+    runtime again."""
     folder = tmp_path / "a project"
     assert main(["export", f"{EXAMPLES / 'seeds.py'}:ag_matmul_p2p", "--set", "D=4", "--set", "S=3", str(folder)]) == 0
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
@@ -96,20 +96,23 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     result = run(folder, "build/matmul_rs_flat", "M=8", "repetitions=1")
     assert result.returncode == 1
     assert re.search(r"rank \d: y: element 0 of this rank's block is \S+, and \S+ in the reference: they differ by", result.stderr)
-    kernels.unlink()
 
-    build(in_zigzag(), folder)
+
+def test_a_project_with_zigzag_dims_runs_on_the_cpu(tmp_path: Path) -> None:
+    build(in_zigzag(), tmp_path, OPENBLAS)
     for sizes in ("S=16", "S=40"):
-        result = run(folder, "build/in_zigzag", sizes, "repetitions=2")
+        result = run(tmp_path, "build/in_zigzag", sizes, "repetitions=2")
         assert (result.returncode, result.stderr) == (0, "")
 
-    build(recurrent, folder)  # This program has one struct per call of a block.
-    result = run(folder, "build/recurrent", "M=15", "K=8", "repetitions=1")
+
+def test_projects_with_blocks_and_attention_run_on_the_cpu(tmp_path: Path) -> None:
+    build(recurrent, tmp_path, OPENBLAS)  # This program has one struct per call of a block.
+    result = run(tmp_path, "build/recurrent", "M=15", "K=8", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("the results of all ranks are correct\n")
 
-    build(attention, folder)  # This program needs additional files of the runtime.
-    result = run(folder, "build/attention", "S=37", "T=70", "repetitions=1")
+    build(attention, tmp_path)  # This program needs additional files of the runtime.
+    result = run(tmp_path, "build/attention", "S=37", "T=70", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("the results of all ranks are correct\n")
 

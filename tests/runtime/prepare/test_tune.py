@@ -25,6 +25,7 @@ pytestmark = pytest.mark.xdist_group("tuned")  # One worker runs these tests, be
 DEVICE = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 DEVICE.hw_cpu_runs_of_algorithm.restype = ctypes.c_uint64
 RANDOM = np.random.default_rng(0)
+ENTRY = name_of("algorithms", "cpu", "0")
 
 
 def runs() -> list[int]:
@@ -36,7 +37,8 @@ def runs() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def several_algorithms() -> Iterator[None]:
-    """Gives the CPU device several algorithms. The last algorithm is the fastest."""
+    """Gives the CPU device several algorithms. The last algorithm is the fastest. Removes the measurements of earlier sessions."""
+    replace(ENTRY, lambda made: (made / "algorithms.json").write_text("{}"))
     DEVICE.hw_cpu_set_algorithms(3)
     yield
     DEVICE.hw_cpu_set_algorithms(1)
@@ -64,9 +66,6 @@ def blocks(given: dict[str, np.ndarray], rank: int) -> list[np.ndarray]:
 def known(program: hw.Program) -> dict[str, int]:
     """Index of the fastest algorithm for each problem that this process has measured or loaded."""
     return {problem: algorithm[0] for problem, algorithm in program.module.measured_algorithms().items()}
-
-
-ENTRY = name_of("algorithms", "cpu", "0")
 
 
 def test_the_fastest_algorithm_is_measured_cached_and_used() -> None:
