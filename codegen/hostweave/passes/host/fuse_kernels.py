@@ -328,7 +328,7 @@ def _waits(i: tree.Instruction) -> bool:
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
-    """Merges the later launch into the first. Returns the merged launch, and the definitions that must move before it."""
+    """Merges the later launch into the first. Returns the merged launch, and the definitions that must move before the first launch."""
     one, other, types = links.launches[first], links.launches[later], links.types
     walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
     whole = product(tuple(walked.sizes.values()))

@@ -220,7 +220,7 @@ def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _ties(body: tree.Body) -> set[int]:
-    """Children after which an `on` body must not end: later children use its views and indices."""
+    """Children after which an `on` body must not end: later children use views and indices of the body."""
     ties: set[int] = set()
     first = 0
     for i in body:
