@@ -49,7 +49,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # most iterations of a chunk loop whose number is an int, because some passes compare all pairs
+MAX_STEPS = 2**12  # most iterations of a chunk loop if their number is an int, because some passes compare all pairs
 
 
 CHUNKINGS = ("by_shard", "across_shards")

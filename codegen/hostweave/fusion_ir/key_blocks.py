@@ -66,8 +66,8 @@ class GatheredKeys:
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
-    """Yields attention ops, each with the attention_lse of the same queries and keys, or None. Skips ops whose keys or values another op
-    reads, packed ops, and ops with a window, blocks or optional operands."""
+    """Yields attention ops, each with the attention_lse of the same queries and keys, or None. Skips ops whose keys or values a third
+    op reads, packed ops, and ops with a window, blocks or optional operands."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:
