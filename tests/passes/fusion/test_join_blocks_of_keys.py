@@ -1,5 +1,5 @@
-"""The pass join_blocks_of_keys: each rank attends to its local keys, and log-sum-exps combine the results. Queries must be replicated, and
-keys sharded in blocks."""
+"""The pass join_blocks_of_keys: each rank attends to its local keys. The results are combined by their log-sum-exps. Queries must be
+replicated, and keys sharded in blocks."""
 
 from __future__ import annotations
 
