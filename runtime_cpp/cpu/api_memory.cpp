@@ -39,8 +39,11 @@ cudaError_t release(void* pointer, bool is_host, const char* name) {
   Call call;
   Machine& machine = Machine::get();
   const Allocation* const allocation = machine.memory.at(pointer);
-  if (!allocation || (allocation->device == kHost) != is_host) {
-    return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  if (!allocation) return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  if ((allocation->device == kHost) != is_host) {
+    const char* const why =
+        is_host ? ": the memory is device memory; use cudaFree" : ": the memory is from cudaMallocHost; use cudaFreeHost";
+    return error(cudaErrorInvalidValue, std::string(name) + why);
   }
   if (const auto illegal = forbidden_in_capture(name)) return *illegal;
   const Allocation what = *allocation;
@@ -94,16 +97,15 @@ const char* wrong_direction(const Copy& c) {
 
 constexpr std::size_t kStaged = 64 << 10;  // CUDA stages up to this many bytes of pageable memory during the call
 
-cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
+cudaError_t copy(const std::string& call_name, Copy c, cudaStream_t stream, bool blocks) {
   Call call;
   if (c.width == 0 || c.height == 0) c.width = c.height = 0;
   if (c.bytes() != 0) {
-    if (!c.dst || !c.src) return error(cudaErrorInvalidValue, "cudaMemcpy: a null pointer");
+    if (!c.dst || !c.src) return error(cudaErrorInvalidValue, call_name + ": a null pointer");
     if (c.height > 1 && (c.width > c.dst_pitch || c.width > c.src_pitch)) {
-      return error(cudaErrorInvalidPitchValue, "cudaMemcpy2D: the width is larger than a pitch");
+      return error(cudaErrorInvalidPitchValue, call_name + ": the width is larger than a pitch");
     }
-    if (const char* wrong = wrong_direction(c))
-      return error(cudaErrorInvalidMemcpyDirection, std::string("cudaMemcpy: ") + wrong);
+    if (const char* wrong = wrong_direction(c)) return error(cudaErrorInvalidMemcpyDirection, call_name + ": " + wrong);
   }
   const Range from = read_of(c.src, c.width, c.height, c.src_pitch), to = write_of(c.dst, c.width, c.height, c.dst_pitch);
   OpPtr op = new_op("copy", 0, {from, to});
@@ -123,7 +125,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
   }
   const Stream* const on = Machine::get().find_stream(stream);
   const bool pageable = blocks || (c.kind == cudaMemcpyHostToDevice && c.bytes() != 0 && is_pageable(c.src));
-  if (on && on->capture && pageable) return *forbidden_in_capture("cudaMemcpyAsync of pageable memory", *on);
+  if (on && on->capture && pageable) return *forbidden_in_capture((call_name + " of pageable memory").c_str(), *on);
   if (c.kind == cudaMemcpyDeviceToDevice) Machine::get().copied_bytes += c.bytes();
   if (const cudaError_t result = submit(call.lock, op, stream, true)) return result;
   return blocks ? wait_for(call.lock, {op}, "a copy") : cudaSuccess;
@@ -151,14 +153,14 @@ cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFre
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
   // Like CUDA, does not block the host for a copy from device to device.
-  return copy({dst, bytes, src, bytes, bytes, 1, kind}, nullptr, kind != cudaMemcpyDeviceToDevice);
+  return copy("cudaMemcpy", {dst, bytes, src, bytes, bytes, 1, kind}, nullptr, kind != cudaMemcpyDeviceToDevice);
 }
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
-  return copy({dst, bytes, src, bytes, bytes, 1, kind}, stream, false);
+  return copy("cudaMemcpyAsync", {dst, bytes, src, bytes, bytes, 1, kind}, stream, false);
 }
 cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width, size_t height,
                               cudaMemcpyKind kind, cudaStream_t stream) {
-  return copy({dst, dst_pitch, src, src_pitch, width, height, kind}, stream, false);
+  return copy("cudaMemcpy2DAsync", {dst, dst_pitch, src, src_pitch, width, height, kind}, stream, false);
 }
 
 cudaError_t cudaMemset(void* pointer, int value, size_t bytes) { return cudaMemsetAsync(pointer, value, bytes, nullptr); }

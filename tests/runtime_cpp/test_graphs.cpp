@@ -119,6 +119,9 @@ TEST(pinned_memory_is_copied_in_graphs) {
     float* there = nullptr;
     OK(cudaMallocHost(reinterpret_cast<void**>(&there), 4));
     EXPECT(cudaFree(there) == cudaErrorInvalidValue);
+    EXPECT(std::string(cudaGetErrorString(cudaErrorInvalidValue)).ends_with("from cudaMallocHost; use cudaFreeHost"));
+    EXPECT(cudaFreeHost(x) == cudaErrorInvalidValue);
+    EXPECT(std::string(cudaGetErrorString(cudaErrorInvalidValue)).ends_with("is device memory; use cudaFree"));
     OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
     OK(set(x, 3, 1, s));
     OK(cudaMemcpyAsync(there, x, 4, cudaMemcpyDeviceToHost, s));

@@ -12,7 +12,7 @@ TWO_STREAMS = Options(streams=2)
 
 
 def test_a_chunk_that_is_used_in_two_iterations_gets_slots() -> None:
-    """The rows arrive one iteration before the matmul that reads them."""
+    """Each chunk arrives one iteration before the matmul that reads it."""
     assert (
         changes(multi_buffer, pipelines(4, 4)["two_stages_streamed"], TWO_STREAMS)
         == """\

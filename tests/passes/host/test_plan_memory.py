@@ -334,7 +334,7 @@ join ring
 """,
     ),
     # --- in place
-    "a pointwise result over its operand": (
+    "a softmax overwrites its operand": (
         SQUARE.replace("f32[M, M]", "f32[M, N]").replace("%w: f32[M, N]", "%w: f32[N, N]"),
         """
 %a = allocate f32[M, N]
@@ -380,7 +380,7 @@ matmul %x, %w -> %a
 }
 # In each case, the name states why memory is not shared. The body does not change.
 APART = {
-    "as many streams as iterations": (
+    "as many streams as chunks": (
         ONE.replace("ring[2]", "ring[4]"),
         """
 %a = allocate f32[M, N]

@@ -204,7 +204,7 @@ join ring
 }}
 """,
     ),
-    "a chunk that two stream blocks of a loop use gets a slot per stream": (
+    "a buffer whose chunks two stream blocks of a loop use gets a slot per stream": (
         ONE,
         """
 %a = allocate f32[M, N]
