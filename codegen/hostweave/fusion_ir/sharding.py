@@ -122,7 +122,8 @@ def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
 
 
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
-    """True if `axes` can split the dims of a label. Zigzag axes cannot, if the label is in `unwalked` or `blocks`."""
+    """True if `axes` can split the dims of a label. Zigzag axes cannot, if the label is in `unwalked` or `blocks`. A label in `blocks`
+    needs one rank per block."""
     blocks, ranks = dict(indices.blocks), mesh.size_of(axes)
     is_contiguous = label in indices.unwalked or label in blocks
     return not (is_contiguous and isinstance(axes, Zigzag)) and blocks.get(label, ranks) == ranks
