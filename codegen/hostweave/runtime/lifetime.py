@@ -1,7 +1,7 @@
 """Prevents programs from running while the interpreter exits, or in a forked child of a process that has run programs.
 
-At exit, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. This module first stops all calls
-and refuses new ones.
+At exit, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Python 3.14 hangs them. Before
+that, this module stops all calls and refuses new ones.
 """
 
 import os
