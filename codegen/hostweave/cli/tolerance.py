@@ -30,7 +30,7 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
 
     - `reduction_length` n is the number of terms of a sum.
     - `terms` D is the number of partial sums, one per rank, which are rounded to the dtype before they are added.
-    - `scores` is the sum of m c (see below) over the softmaxes on the path to the result with the largest sum.
+    - `scores` adds m c (see below) over the softmaxes of a path to the result. The path with the largest sum counts.
 
     Let u = 2^-(mantissa bits + 1) be the unit roundoff of the dtype, and a the unit roundoff of the accumulator (f32, or f64 for f64):
 

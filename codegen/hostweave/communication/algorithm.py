@@ -1,4 +1,4 @@
-"""Interface of the algorithms that move the chunks of one reshard in a chunk loop. `algorithms.py` lists all algorithms.
+"""Interface of the algorithms that move the chunks of reshards in a chunk loop. `algorithms.py` lists all algorithms.
 This loop uses the algorithm p2p for the all_gather:
 
     loop 8 chunks by_shard local_first {
