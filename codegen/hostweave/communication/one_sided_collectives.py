@@ -151,8 +151,8 @@ class OneSidedCollectives(Signals):
     def get_from_all(
         self, src: str, copy_own: Callable[[], None], buffers_of_peer: Callable[[Expr], tuple[str, str]], along: int | None = None
     ) -> None:
-        """Emits gets from each peer, between signals. `buffers_of_peer` returns the source on the peer, and the destination here. With `along`, a get writes
-        only the peer's block of the destination."""
+        """Emits gets from each peer, between signals. `buffers_of_peer` returns the source on the peer, and the destination here. With
+        `along`, a get writes only the peer's block of the destination."""
         self.signal(src, "ready")
         copy_own()
         self.each_peer(lambda peer: self.wait_and_get(peer, *buffers_of_peer(peer), along))
