@@ -68,7 +68,7 @@ class Compiled:
 
     @cached_property
     def in_sequence(self) -> Compiled:
-        """The same program without the chunk loops that the compiler chose."""
+        """The same program without the chunk loops and the copies by copy engines that the compiler chose."""
         made, choices = self, dict[str, str]()
         while loops := [choice.name for choice in made.host.choices if choice.chosen.chunks]:
             choices |= dict.fromkeys(loops, IN_SEQUENCE)  # The compiler may then choose other loops for the same matmuls.

@@ -22,7 +22,7 @@ class Signals:
         self.channel = b.channel(axes, SIGNALS)
 
     def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
-        """Emits code for each peer. `emit` gets the peer's index in the process group, and its index among the peers of this rank."""
+        """Emits code for each peer. `emit` gets the index of the peer in the process group, and among the peers of this rank."""
         if self.size == 2:
             emit((self.rank + 1) % self.size, Const(0))
         elif self.size > 2:
