@@ -1,4 +1,4 @@
-"""Files and text that rendering makes, and its errors."""
+"""Files, text and errors of rendering."""
 
 from __future__ import annotations
 

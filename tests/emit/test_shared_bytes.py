@@ -1,4 +1,4 @@
-"""The comment in `prepare` lists buffers that may share bytes. The test compares this list with the live ranges that `prepare` records."""
+"""Comments in `prepare` and `*_memory` list buffers that may share bytes. The test compares the lists with the recorded live ranges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def groups(plan: str) -> list[list[str]]:
 
 
 def in_use(plan: str) -> list[set[str]]:
-    """Returns the set of live buffers after each call of `allocate`, `free` or `join` in `prepare`."""
+    """Returns the set of live buffers after each call of `allocate`, `free` or `join`."""
     used: dict[str, str] = {}  # for each live buffer, the pool of streams in which it was allocated, or ""
     after = []
     for call, arguments in re.findall(r"memory\.(allocate|free|join)\((.*)\);", plan):
