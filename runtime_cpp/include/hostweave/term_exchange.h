@@ -50,7 +50,7 @@ class TermExchange {
   bool note_sent(const void* own) const;  // false if NCCL will send the blocks
   bool take_sent(const void* own) const;  // true if a kernel has sent these blocks
   // Gathers blocks of `bytes` bytes from all ranks by NCCL, on the stream. With `scatters`, `own` has a block for each rank.
-  // Returns null if kernels exchange the blocks.
+  // Returns null only if kernels exchange the blocks.
   const void* gathered(const void* own, int64_t bytes, int64_t most, bool scatters, cudaStream_t stream) const;
 
   const Channel& channel_;
