@@ -103,7 +103,7 @@ def test_example_is_right_under_every_schedule(device: Device, ranks: int, picke
     assert (outcome["right"], outcome["same_schedule"]) == (20, 1)
 
 
-DROPPED = [f"{what}={stream}" for what in ("fork", "join") for stream in range(4)] + ["next=1"]
+DROPPED = [f"{what}={stream}" for what in ("fork", "join") for stream in range(4)] + ["next=1"]  # next: matmuls on the next stream
 
 
 @pytest.mark.parametrize("ordered", [0, 1])
