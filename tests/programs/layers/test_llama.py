@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(("target", "tp", "dtype", "tied"), CASES)
 def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) -> None:
-    """Compares all ranks. Covers a second text with the same cache and graph, and a text that fills the cache."""
+    """Compares all ranks. In f32 and on GPUs, also covers a second text with the same cache and graph, and a text that fills the cache."""
     folder, logits, tokens = checkpoint(tied)
     c, frequencies, ends = read_config(folder, dtype)
     assert (c.num_key_value_heads, c.tie_word_embeddings, c.rms_norm_eps, ends) == (4, tied, 1e-6, [])

@@ -98,7 +98,7 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
 
 
 def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
-    """Every 30011th f32 from `low` to `high`, so several with each exponent."""
+    """Every 30011th f32 from `low` to `high`. Several of these numbers have the same exponent."""
     found = np.arange(0, 2**32, 30011, dtype=np.uint64).astype(np.uint32).view(np.float32)
     return found[(found >= low) & (found <= high)]
 
