@@ -1,15 +1,15 @@
 """Runs one rank as a process. Tests start this script once per rank, by torchrun, mpirun or directly.
 
     python rank_process.py SET PROVIDER [TARGET]            runs the programs of SET, and prints a line
-    python rank_process.py PROGRAM PROVIDER [TARGET]        calls PROGRAM until the group fails, and prints why; then reads the variables of
-                                                            a new world from stdin, and calls PROGRAM in this world
+    python rank_process.py PROGRAM PROVIDER [TARGET]        calls PROGRAM until a call fails or is interrupted, and prints why; then reads
+                                                            the variables of a new world from stdin, and calls PROGRAM in this world
     python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls PROGRAM once, and prints that the result is right, or why the call failed
     python rank_process.py graphs PROVIDER [TARGET]         runs programs with signals, whose calls become graphs on all ranks
 
 SET is `all`, `kinds`, `few` or `everything` (see `programs_for`). With provider `torch`, a SET runs twice, and prints two lines.
 PROGRAM may be `chosen`: a chunk loop of puts that Options.choices selects. Its two calls differ in the size M. Only the first M is a
-multiple of the number of chunks. With the prefix `captured:`, calls are launches of a capture. If the variable ENDS is set, a rank makes
-one call, reads a line from stdin, and exits: by an exception if ENDS is `exception`, and otherwise with ENDS as the exit status.
+multiple of the number of chunks. With the prefix `captured:`, calls are launches of a capture. If the variable ENDS is set, a rank calls
+PROGRAM once, reads a line from stdin, and exits: by an exception if ENDS is `exception`, and otherwise with ENDS as the exit status.
 PROVIDER is `environment`, `mpi`, `torch` (under torchrun), or `store` (a torch.distributed store without a process group). TARGET is
 `cuda` (by default) or `cpu`.
 """

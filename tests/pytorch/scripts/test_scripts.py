@@ -86,7 +86,7 @@ def alone(place: str, ranks: int, folder: Path, script: Path, *arguments: str) -
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (2, ["dtensors"]),  # GPT-2 is omitted, because the example torch_train.py trains one.
+        (2, ["dtensors"]),  # Models are slow. The example torch_train.py trains a GPT-2.
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, ["vit"]), (4, ["bert"]), (2, ["gpt2", "llama", "bert", "vit"]))),
     ],
 )
