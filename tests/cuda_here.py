@@ -22,8 +22,8 @@ def nccl() -> int:
 
 
 def quick_options() -> tuple[str, ...]:
-    """Options that disable the optimisations of NVRTC. With CUDA 13, NVRTC then takes a third of the time. With CUDA 12, this saves almost
-    no time."""
+    """Options that disable the optimisations of NVRTC. With CUDA 13, NVRTC then takes a third of the time. With CUDA 12, NVRTC takes
+    almost the same time."""
     try:
         compiler = find_target("cuda").toolchain().kernel_compiler
     except BuildError:

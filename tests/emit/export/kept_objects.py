@@ -1,4 +1,4 @@
-"""Compiler launcher for CMake that caches objects of the runtime and the CPU device. All exports have the same sources of both."""
+"""Compiler launcher for CMake that caches objects. All exports have the same sources of the runtime and of the CPU device."""
 
 import fcntl
 import hashlib
@@ -25,7 +25,7 @@ if not root or "-MF" not in command:
 
 of_runtime = re.search(r"/hostweave_(runtime|cpu_device)\.dir/", f"/{into}")
 names = sorted(line.split("  ", 1)[1] for line in Path(root, ".hostweave-export").read_text().splitlines())
-# Objects of the runtime depend only on the runtime. Only wheels have the folder `wheel` in it.
+# Objects of the runtime and of the CPU device depend only on files in `runtime`. Only wheels have the folder `runtime/wheel`.
 files = [Path(root, name) for name in names if not of_runtime or (name.startswith("runtime/") and "/wheel/" not in name)]
 options = [option for option in command[1:] if option != str(unit) and not option.endswith((".o", ".o.d"))]
 compiler = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True).stdout

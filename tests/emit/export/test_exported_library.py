@@ -17,7 +17,7 @@ from hostweave.cli.main import main
 PROGRAMS = EXAMPLES / "server" / "programs.py"
 CONSUMER = Path(__file__).with_name("consumer")
 
-# A parent project with other settings. The project fails if the added programs leave variables without their prefixes.
+# A parent project with another C++ standard. The project fails if the server leaves variables whose names are not listed here.
 PARENT = """
 cmake_minimum_required(VERSION 3.24)
 project(parent LANGUAGES CXX)
