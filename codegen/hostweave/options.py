@@ -45,7 +45,7 @@ class Options:
       - one_sided: puts, gets and signals of the communication library. Needs version 2.29 or later (2.32 for moves between meshes).
       - auto: two_sided for most communication. A chunk loop uses peer if it has `.stream(..., algorithm="put")`, or if the cost model
         chooses peer. Kernels do small all-reduces, reduce-scatters and all-gathers through peer memory, without the library. If the ranks
-        cannot use peer, the compiler's choices use two_sided. In a group of `hw.Communicators`, these choices use one_sided if possible.
+        cannot use peer, as in a group of `hw.Communicators`, the compiler's choices use one_sided if possible, otherwise two_sided.
 
       With peer or one_sided, every rank must have a shard in a chunk loop, and the shards must have equal sizes. The algorithm must be put,
       ring, or a collective of a slice of every shard.

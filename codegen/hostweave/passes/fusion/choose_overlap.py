@@ -97,7 +97,7 @@ class _Choice:
         self.joined[root.result.name] = members[1:]
 
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
-        """The streamed op, the communications of its operands, the producers of the communicated values, and consumers that must join them.
+        """The streamed op, the communications of its operands, the producers of communicated values, and consumers that must join the loop.
 
         In a loop by shard, an iteration reads the shard of one rank, so the search stops at a gather of the chunked dim. In a loop across
         shards (`through_gathers`), all members that shard the chunked dim must have the same number of shards.
