@@ -263,7 +263,7 @@ class Program:
         `arrays` are inputs in order, and `named` are other inputs by name. Arrays are contiguous local blocks on the rank's device. The
         call does not copy inputs. Returns the local output, or a tuple of outputs, as arrays of the first unbound input's library. If `out`
         is given, writes the outputs to its arrays, and returns `out`. Arrays of `out` must not overlap each other, or inputs that are not
-        donated. `group` is by default the group of this process or thread.
+        donated. `group` is by default the group "default" of this process or thread.
 
         If ranks are processes, each rank assumes that sharded dims are split evenly, unless `Options.verify_calls` is set. If a dim is
         split unevenly, pass the global sizes of all sharded dims by name in `sizes`. `sizes` also gives the sizes that the rank's own
@@ -439,7 +439,7 @@ class Program:
 
     @property
     def variants(self) -> Variants[Running]:
-        """Variants of the program that calls have needed so far, for example for sizes that chunk loops do not divide.
+        """Variants of the program that calls have needed so far, for example for sizes that the chunks of a loop do not divide.
 
         Example: `[one.compiled.variant for one in program.variants]` is `["in sequence"]` after a call with such sizes.
         """
