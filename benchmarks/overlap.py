@@ -3,7 +3,7 @@
 Printed times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together. The
 variants of a case, in the order of the output:
 
-- the compiler's choice, a chunk loop or none, compared with the fastest hand-written pipeline of puts or gets.
+- the compiler's choice, compared with the fastest hand-written pipeline of puts or gets.
   `handwritten/put_pipelines.cu` has these pipelines, for cases of more than 512 rows. It needs nvcc and NCCL 2.32;
 - hand-written gets that wait for a signal of the peer;
 - each alternative of the cost model, measured and predicted;

@@ -24,8 +24,8 @@ Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> Iterator[dict[str, list[float]]]:
     """Yields the times of each group of calls: by name of the call, the milliseconds of the slowest rank in each repetition.
 
-    All ranks start each call together. Before the call, the GPU spins for `wait` cycles while the host enqueues the call. `make` must be a
-    module-level function, because other processes call it. These processes have initialised torch.distributed.
+    All ranks start each call together. Before the call, the GPU spins for `wait` cycles while the host enqueues the call. `make` must be
+    picklable, because other processes call it. These processes have initialised torch.distributed.
     """
     import torch.multiprocessing as processes
 
