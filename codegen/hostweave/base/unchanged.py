@@ -1,4 +1,4 @@
-"""Reuses objects instead of equal copies, which keeps the facts cached in the objects, and makes comparisons fast."""
+"""Reuses objects instead of equal copies. Facts cached in an object then stay, and comparisons are fast."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
