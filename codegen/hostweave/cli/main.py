@@ -96,9 +96,9 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.", program)
     inspect.add_argument(
-        "--after", metavar="PASS", help="the IR after this pass; 'input' is the traced fusion, 'all' the changes of each pass"
+        "--after", metavar="PASS", help="the IR after this pass; 'input' is the IR before all passes, 'all' the changes of each pass"
     )
-    inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function or kernel")
+    inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function, kernel or program")
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
 
     timeline_help = "Predict the timeline of each rank, and write it as a page, as JSON for Perfetto or as SVG."
