@@ -16,7 +16,7 @@ from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
-    """Timeline of one call that all ranks start at the same time. It omits the time that hosts take to enqueue work."""
+    """Timeline of one call that all ranks start at the same time, without the time that hosts take to enqueue work."""
     if program.mesh.size > HOST and machine.network is None:
         why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} have no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
