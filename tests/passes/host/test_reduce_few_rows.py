@@ -79,7 +79,7 @@ def test_results(function: Callable[..., Any], expected: Callable[..., Any], row
 
 
 def test_two_of_three_consecutive_reductions_become_one_kernel() -> None:
-    """The second of three consecutive sums must be fused with only one other sum. Otherwise its result is lost."""
+    """The second of three consecutive sums must be fused with only one other sum. Otherwise the result of a sum is lost."""
     ring = Fusion.parse("""fusion @ring(%x: f64[K, K@u], %w: f64[K@u, K]) mesh(u=2) {
   %terms: f64[K, K] = matmul(%x, %w)
   %last: f64[K, K@u] pinned stream(1, 2, p2p) = reshard(%terms)

@@ -32,12 +32,12 @@ def host(body: str, header: str = HEADER) -> HostProgram:
 
 
 def in_turn(program: HostProgram) -> HostProgram:
-    """The program after the passes that order channels."""
+    """The program after both passes."""
     return serialize_channels(software_pipeline(program, Options()), Options())
 
 
 def ordered(program: HostProgram) -> str:
-    """Text of the body after the passes that order channels. The new program must pass the check."""
+    """Text of the body after both passes. The new program must pass the check."""
     result = in_turn(program)
     verify_host(result)
     check(result)
