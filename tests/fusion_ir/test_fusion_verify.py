@@ -285,7 +285,7 @@ def test_an_invalid_stream_without_text() -> None:
             verify_fusion(replace(fusion, body=(replace(op, result=replace(op.result, stream=stream)),)))
 
 
-def test_names_of_functions_and_kernels_without_text() -> None:
+def test_wrong_names_of_functions_and_streamed_inputs_without_text() -> None:
     fusion = Fusion.parse(text("%y: f32[8, 4] = negative(%x)"))
     (op,) = fusion.ops
     for change, message in (

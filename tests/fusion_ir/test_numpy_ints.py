@@ -27,7 +27,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("name", USES)
 def test_numpy_ints_are_ints(name: str, kind: type[Any]) -> None:
     def number(value: int) -> Any:
-        return value if value < 0 else kind(value)
+        return value if value < 0 else kind(value)  # np.uint8 has no negative numbers
 
     with_ints, with_numpy = (
         str(hw.fusion(mesh=hw.Mesh(x=n(2)), x=hw.f32[n(4), n(6)])(lambda x, n=n: USES[name](x, n))) for n in (int, number)
