@@ -48,15 +48,15 @@ def make_runtime(
     units = [replace(unit, before=defines + unit.before) for file in kernels for unit in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
         cubins = pool.map(in_current_context(cubin), units)
-        run_together([[*toolchain.compile(file, _object(file)), *options] for file in files_to_compile], folder)
+        run_together({_object(file): [*toolchain.compile(file, _object(file)), *options] for file in files_to_compile}, folder)
         found = {unit.name: output for unit, output in zip(units, cubins, strict=True)}
     if found:
         files_to_compile.append(_JIT_FILE)
         (folder / _JIT_FILE).write_text(loader(found))
-        run_together([[*toolchain.compile(_JIT_FILE, _object(_JIT_FILE)), *options]], folder)
+        run_together({_object(_JIT_FILE): [*toolchain.compile(_JIT_FILE, _object(_JIT_FILE)), *options]}, folder)
     for other in dependencies:
         other.make()
-    run_together([toolchain.link([*map(_object, files_to_compile)], library, dependencies, soname)], folder)
+    run_together({library: toolchain.link([*map(_object, files_to_compile)], library, dependencies, soname)}, folder)
 
 
 def merge_sources(sources: Sequence[Path], folder: Path) -> list[str]:
@@ -84,24 +84,23 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
     linked = libraries()
     cached = [f"{library.path.relative_to(root())}\n" for library in linked if library.soname]
     (folder / LIBRARIES_FILE).write_text("".join(cached))
-    run_together([toolchain.link([*objects, str(GLUE)], MODULE_FILE, linked)], folder)
+    run_together({MODULE_FILE: toolchain.link([*objects, str(GLUE)], MODULE_FILE, linked)}, folder)
 
 
-def run_together(commands: list[list[str]], folder: Path) -> None:
-    """Runs commands in `folder` in parallel, with output to `build.log`. Raises BuildError if one fails."""
+def run_together(commands: Mapping[str, list[str]], folder: Path) -> None:
+    """Runs the command of each output in `folder`, in parallel, with output to `build.log`. Raises BuildError if one fails."""
 
     expect_steps(len(commands))
 
-    def run_one(command: list[str]) -> tuple[int, str]:
-        result = run(command, folder=folder)
-        output = command[command.index("-o") + 1] if "-o" in command else command[-1]
+    def run_one(output: str) -> tuple[int, str]:
+        result = run(commands[output], folder=folder)
         step_done(output.removesuffix(".o"))
         return result
 
     with ThreadPoolExecutor(CORES) as pool:
         results = list(pool.map(in_current_context(run_one), commands))
     with open(folder / "build.log", "a") as log:
-        log.writelines(f"$ {' '.join(command)}\n{output}" for command, (_, output) in zip(commands, results, strict=True))
+        log.writelines(f"$ {' '.join(command)}\n{output}" for command, (_, output) in zip(commands.values(), results, strict=True))
     if failed := next((output for status, output in results if status != 0), None):
         raise BuildError(f"the compiler failed: {_first_error(failed)}")
 
@@ -126,10 +125,10 @@ def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
     host_files = [file for file in files if not (compiler and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
         cubins = pool.submit(in_current_context(_cubins), folder, toolchain, compiler) if compiler else None
-        run_together([toolchain.compile(file, _object(file)) for file in host_files], folder)
+        run_together({_object(file): toolchain.compile(file, _object(file)) for file in host_files}, folder)
     if cubins:
         (folder / _JIT_FILE).write_text(loader(cubins.result()))
-        run_together([toolchain.compile(_JIT_FILE, _object(_KERNELS))], folder)
+        run_together({_object(_KERNELS): toolchain.compile(_JIT_FILE, _object(_KERNELS))}, folder)
 
 
 def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dict[str, Path]:

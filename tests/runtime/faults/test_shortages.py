@@ -118,7 +118,7 @@ def test_a_full_disk(kilobytes: int, small_disk: Path, monkeypatch: pytest.Monke
 )
 def test_messages_of_compilers(said: str, remedy: str, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=rf"^the compiler failed: .*; .*{remedy}"):
-        run_together([["/bin/sh", "-c", said]], tmp_path)
+        run_together({"it": ["/bin/sh", "-c", said]}, tmp_path)
 
 
 def test_other_errors_stay_as_they_are() -> None:
