@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 from fusions_from_files import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
 from interpret import interpret
 from numpy.typing import NDArray
@@ -124,6 +125,26 @@ def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed
     """Inputs of -1, 0 and 1. Their sums are exact at the sizes of tests."""
     random = np.random.default_rng(seed)
     return {v.name: random.integers(-1, 2, global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
+
+
+def run_in_flight_on_gpus(program: hw.Program, calls: Sequence[Arrays], device: str = "cuda:0") -> list[list[Any]]:
+    """Results of calls in flight, as NumPy arrays. The calls use tensors on GPUs, because a call with outputs in host memory ends before
+    the next call begins. Memory is filled with NaN before each call."""
+    torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+    def tensor(array: Array) -> Any:
+        if array.dtype != numpy_dtype(bf16):
+            return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array.view(np.int16)).to(device).view(torch.bfloat16)
+
+    def array(result: Any) -> Any:
+        if result is None or isinstance(result, tuple):
+            return result and tuple(map(array, result))
+        is_bf16 = result.dtype == torch.bfloat16
+        return result.view(torch.int16).cpu().numpy().view(numpy_dtype(bf16)) if is_bf16 else result.cpu().numpy()
+
+    made = program.run_in_flight([{name: tensor(x) for name, x in call.items()} for call in calls], poison=True)
+    return [list(map(array, ranks)) for ranks in made]
 
 
 def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:

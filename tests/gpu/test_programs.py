@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from compiled_fusions import ONE_DEVICE, SEVERAL, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
+from compiled_fusions import (
+    ONE_DEVICE,
+    SEVERAL,
+    compiled,
+    expect,
+    fusion_of,
+    integer_arrays,
+    random_arrays,
+    run_in_flight_on_gpus,
+    sizes_of,
+)
 from turns import alone
 
 import hostweave as hw
@@ -208,7 +218,7 @@ def test_a_kernel_that_is_launched_early_waits_for_the_previous_kernel() -> None
     program = hw.compile(back_and_forth, target="cuda")
     assert program.source.count("hw::launch_pdl(") == 16
     calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]
-    for arrays, (y,) in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+    for arrays, (y,) in zip(calls, run_in_flight_on_gpus(program, calls), strict=True):
         (want,) = run_reference(back_and_forth, arrays)
         np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-5)
     program.close()

@@ -7,7 +7,17 @@ import subprocess
 import sys
 
 import pytest
-from compiled_fusions import EXCHANGES, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
+from compiled_fusions import (
+    EXCHANGES,
+    compiled,
+    expect,
+    fusion_of,
+    integer_arrays,
+    lowered,
+    random_arrays,
+    run_in_flight_on_gpus,
+    sizes_of,
+)
 from cuda_here import nccl
 
 import hostweave as hw
@@ -46,7 +56,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
         expect(fusion, arrays, program.run(**arrays, ranks=True))
     for times in (1, 64):
         calls = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(8)]
-        for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+        for arrays, results in zip(calls, run_in_flight_on_gpus(program, calls), strict=True):
             expect(fusion, arrays, results, exact=True)
 
 
@@ -63,7 +73,7 @@ def test_exchanges_match_numpy(name: str, ranks: int, transport: str) -> None:
     program = compiled(fusion, "cuda", Options(transport=transport))
     for times, more in ((1, 0), (8, 1), (1, 1 - ranks), (2, 0)):
         calls = [integer_arrays(fusion, sizes_of(program.host, times, more), seed) for seed in range(4)]
-        for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
+        for arrays, results in zip(calls, run_in_flight_on_gpus(program, calls), strict=True):
             expect(fusion, arrays, results, exact=True)
 
 
