@@ -40,8 +40,6 @@ hw_status guarded(void (*work)(void*), void* closure) {
     return HW_OK;
   } catch (const ArgumentError& error) {
     return failed(HW_ARGUMENT_ERROR, error.what());
-  } catch (const CaptureError& error) {
-    return failed(HW_CAPTURE_ERROR, error.what());
   } catch (const ExecutionError& error) {
     return failed(HW_EXECUTION_ERROR, error.what());
   } catch (const std::exception& error) {

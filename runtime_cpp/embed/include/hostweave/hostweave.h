@@ -15,8 +15,7 @@ typedef enum hw_status {
   HW_OK = 0,
   HW_ARGUMENT_ERROR = 1,  /* an argument is NULL, or an array does not fit the program; nothing was enqueued */
   HW_EXECUTION_ERROR = 2, /* such as a failed CUDA call, or sizes for which the program is not prepared */
-  HW_CAPTURE_ERROR = 3,   /* the call could not be captured; the program remains usable */
-  HW_OTHER_ERROR = 4      /* such as out of host memory */
+  HW_OTHER_ERROR = 3      /* such as out of host memory */
 } hw_status;
 
 /* Error text of this thread's last call, or "" if the call succeeded. Valid until the thread's next call. */
