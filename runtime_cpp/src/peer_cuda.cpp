@@ -332,7 +332,8 @@ PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
   opened->own = state.seat().card = with_memory(card_of_rank(), data);
   state.seat().bytes = bytes;
   if (state.unmapped(mapping.number) < state.unmapped_before(mapping.number))
-    throw ExecutionError("transport peer: memory is still mapped after " + std::to_string(kMappings) + " later mappings");
+    throw ExecutionError("transport peer: memory is still mapped after " + std::to_string(kMappings - 1) +
+                         " later mappings; close programs that are no longer called");
   std::string why;
   state.handshake("transport peer: mapping memory", [&] {
     for (int64_t peer = 0; peer < state.size; ++peer) {
