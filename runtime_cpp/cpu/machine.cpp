@@ -194,7 +194,8 @@ std::optional<std::string> Machine::illegal_access(const Ranges& ranges, int dev
       return "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base) +
              " of an allocation of " + std::to_string(allocation->bytes);
     }
-    if (allocation->device != device && !peers_allowed && !peer_access.contains({device, allocation->device})) {
+    if (allocation->device != device && allocation->device != kHost && !peers_allowed &&
+        !peer_access.contains({device, allocation->device})) {
       return "memory of device " + std::to_string(allocation->device) + " in an op of device " + std::to_string(device);
     }
   }

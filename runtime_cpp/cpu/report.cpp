@@ -122,7 +122,8 @@ std::string Machine::conflict_report(const History::Conflict& conflict, const Op
   std::uintptr_t base = 0;
   if (const Allocation* allocation = memory.find(range.begin, &base)) {
     text += "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base);
-    text += " of an allocation of " + std::to_string(allocation->bytes) + " bytes of rank " + std::to_string(allocation->device);
+    text += " of an allocation of " + std::to_string(allocation->bytes) + " bytes of ";
+    text += allocation->device == kHost ? "the host" : "rank " + std::to_string(allocation->device);
   } else {
     text += std::to_string(range.end() - range.begin) + " bytes of host memory";
   }

@@ -89,6 +89,9 @@ TEST(pinned_copies_stay_asynchronous) {
     OK(cudaMemcpyAsync(pinned, x, 4, cudaMemcpyDeviceToHost, s));
     OK(cudaStreamSynchronize(s));
     EXPECT(*pinned == 7);
+    OK(set(pinned, 8, 1, s));  // A kernel can access pinned memory.
+    OK(cudaStreamSynchronize(s));
+    EXPECT(*pinned == 8);
     OK(cudaFreeHost(pinned));
   });
 }
@@ -272,6 +275,21 @@ TEST(a_missing_wait_is_reported_whatever_the_schedule) {
       EXPECT(hw_cpu_failed());
     }
   }
+}
+
+TEST(a_race_on_pinned_memory_is_reported_as_of_the_host) {
+  hw_cpu_config config = config_of(HW_CPU_PARALLEL, 1);
+  config.check_dependencies = 1;
+  configure(config);
+  const std::string error = run_ranks(1, [](int) {
+    const Stream a, b;
+    float* pinned;
+    OK(cudaMallocHost(reinterpret_cast<void**>(&pinned), 4));
+    OK(set(pinned, 1, 1, a));
+    OK(set(pinned, 2, 1, b));
+    OK(cudaDeviceSynchronize());
+  });
+  EXPECT_IN("which writes bytes 0 to 4 of an allocation of 4 bytes of the host", error);
 }
 
 TEST(neighbouring_bytes_do_not_conflict) {
