@@ -281,8 +281,9 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
   }
   if (comm.process_group->shared) op->work = transfer_between_processes(requests, *stream);
   const bool ordered = machine.ordered_launches() || comm.process_group->shared;
-  if (ordered && comm.last && (machine.checking() || !comm.last->done)) op->after.push_back(comm.last);
-  comm.last = op;
+  const OpPtr last = comm.last();
+  if (ordered && last && (machine.checking() || !last->done)) op->after.push_back(last);
+  comm.add(op);
   HostThread& thread = this_thread();
   const Location location = std::exchange(thread.location, first.location);
   machine.enqueue(lock, std::move(op), *stream);

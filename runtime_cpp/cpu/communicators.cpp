@@ -113,8 +113,8 @@ ncclResult_t check_usable(const std::string& call, ncclComm_t comm) {
 }
 
 void wait_for_ops(Lock& lock, ncclComm_t comm) {
-  const OpPtr last = comm->last;
-  if (last) Machine::get().wait(lock, std::string("the ops of ") + comm->process_group->name, [last] { return last->done; });
+  const auto all_done = [ops = comm->ops] { return std::ranges::all_of(ops, [](const OpPtr& op) { return op->done; }); };
+  Machine::get().wait(lock, std::string("the ops of ") + comm->process_group->name, all_done);
 }
 
 ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group) {
@@ -197,9 +197,10 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   Call call;
   if (!known(comm)) return unknown("ncclCommAbort");
   Machine& machine = Machine::get();
-  if (comm->last && !comm->last->done) {
+  const auto running = std::ranges::find_if(comm->ops, [](const OpPtr& op) { return !op->done; });
+  if (running != comm->ops.end()) {
     machine.fail("device " + std::to_string(comm->device) + " aborted " + comm->process_group->name + " while " +
-                 comm->last->name.text() + " was not done");
+                 (*running)->name.text() + " was not done");
   }
   machine.wait_for_running_work(call.lock);
   wait_for_graphs(call.lock, comm);

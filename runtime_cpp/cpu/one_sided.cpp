@@ -89,7 +89,7 @@ ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Mak
     return *added == cudaSuccess ? ncclSuccess : error(ncclUnhandledCudaError, last_error_text());
   OpPtr op = make(in_graph);
   op->name.process_group = comm->process_group->name;
-  comm->last = op;
+  comm->add(op);
   const cudaError_t result = submit(lock, std::move(op), handle, true);
   return result == cudaSuccess ? ncclSuccess : error(ncclInvalidArgument, cudaGetErrorString(result));
 }

@@ -413,6 +413,21 @@ TEST(a_failure_of_one_rank_stops_the_others) {
   }
 }
 
+TEST(the_end_of_a_communicator_waits_for_its_ops_on_all_streams) {
+  configure(config_of(HW_CPU_PARALLEL, 2));
+  ncclComm_t comms[2];
+  init_all(comms, 2);
+  OK(cudaSetDevice(0));
+  const Stream late, early;
+  const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(100)); };
+  OK(hw_cpu_launch("sleep", late, sleep, nullptr, 0, nullptr, 0));
+  OK(ncclSignal(1, 0, 0, 0, comms[0], late));
+  OK(ncclSignal(1, 1, 0, 0, comms[0], early));
+  OK(ncclCommDestroy(comms[0]));
+  EXPECT(cudaStreamQuery(late) == cudaSuccess);
+  OK(ncclCommDestroy(comms[1]));
+}
+
 TEST(bad_arguments) {
   configure(config_of(HW_CPU_PARALLEL, 2));
   ncclComm_t comms[2];

@@ -119,7 +119,7 @@ struct ProcessGroup {
 
 // Returns an error if the communicator is invalid, or stopped by a failure.
 ncclResult_t check_usable(const std::string& call, ncclComm_t comm);
-void wait_for_ops(Lock& lock, ncclComm_t comm);  // Waits for the last op on the communicator.
+void wait_for_ops(Lock& lock, ncclComm_t comm);  // Waits for all ops on the communicator.
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
 ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // Waits until all ranks have joined.
@@ -129,10 +129,16 @@ std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std:
 }  // namespace hostweave::cpu
 
 struct ncclComm {
+  hostweave::cpu::OpPtr last() const { return ops.empty() ? nullptr : ops.back(); }
+  void add(const hostweave::cpu::OpPtr& op) {
+    while (!ops.empty() && ops.front()->done) ops.pop_front();
+    ops.push_back(op);
+  }
+
   std::shared_ptr<hostweave::cpu::ProcessGroup> process_group;
   int rank = 0;
   int device = 0;
-  hostweave::cpu::OpPtr last;                                  // last op of this rank
+  std::deque<hostweave::cpu::OpPtr> ops;                       // ops of this rank since the first that is not done
   std::shared_ptr<bool> in_graphs = std::make_shared<bool>();  // graph nodes that use the communicator hold copies, so the
                                                                // use count tells if there are such nodes
 };
