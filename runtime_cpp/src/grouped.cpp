@@ -30,7 +30,9 @@ void GroupedPlan::prepare(const Strided& x, const Strided& other, const Strided&
   p.result_stride = p.outer ? result.strides[0] : 0;
   const bool is_matrix =
       step(x, 1) == 1 && step(result, result.shape.ndim - 1) == 1 && step(other, p.transposed ? last - 1 : last) == 1;
-  if (!is_matrix) throw ExecutionError("grouped matmul: the elements of a row are not contiguous: copy the operand first");
+  if (!is_matrix)
+    throw ExecutionError(
+        "grouped matmul: the elements of a row are not contiguous: copy the array to or from a contiguous buffer");
   const auto elements = static_cast<int64_t>(kWide / bytes_of(types_.operands));
   p.wide = (p.x_pitch | p.other_pitch | p.other_stride | p.result_pitch | p.result_stride) % elements == 0;
   load_grouped(types_, p);

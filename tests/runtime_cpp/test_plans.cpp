@@ -5,6 +5,8 @@
 #include <thread>
 
 #include "attention_plans.h"
+#include "hostweave/errors.h"
+#include "hostweave/grouped.h"
 #include "hostweave/streams.h"
 #include "testing.h"
 
@@ -39,6 +41,20 @@ TEST(a_plan_that_a_graph_uses_is_not_evicted) {
     EXPECT(called.expired() && !captured.expired());
     OK(cudaGraphDestroy(graph));
   });
+}
+
+TEST(a_grouped_matmul_names_the_remedy_for_operands_and_results) {
+  configure(config_of(HW_CPU_PARALLEL, 1));
+  hw::Rank rank(0, 0, 1);
+  hw::GroupedPlan plan(rank, CUDA_R_32F, CUDA_R_32F);
+  const hw::Strided x{4, 3}, other{2, 3, 5}, across({4, 5}, {1, 4});
+  std::string error;
+  try {
+    plan.prepare(x, other, across);
+  } catch (const hw::ExecutionError& caught) {
+    error = caught.what();
+  }
+  EXPECT_IN("the elements of a row are not contiguous: copy the array to or from a contiguous buffer", error);
 }
 
 TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
