@@ -1,4 +1,5 @@
-"""Random modules of layers, compiled for training. Results, gradients and steps of an optimizer are compared with torch.
+"""Random modules of layers, compiled for training. Results, gradients and steps of an optimizer are compared with torch. Steps with dropout
+are compared with the same step on one rank.
 
 All layers of a module are equal, and have the same masks and arguments. Modules differ in norms, parts of layers, residuals, tied
 parameters and plans.

@@ -205,7 +205,7 @@ class OfSamples(torch.nn.Module):
 
 
 def test_the_check_accepts_matrices_that_are_singular() -> None:
-    """Ranks add the terms of a covariance in different orders, so the pivots have different rounding errors."""
+    """The program adds the terms of a covariance in another order than the fusion, so the pivots have different rounding errors."""
     torch.manual_seed(0)
     x, module = torch.randn(2, 5, 3), OfSamples()
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"x": "tp, -, -"}, (x,), training=True)
