@@ -1,10 +1,11 @@
 """Decoder MLP blocks with norms for few tokens, compared with torch. Calls are consecutive, so host time is included.
 
 Each of 16 tensor-parallel blocks computes x + swiglu(rms_norm(x)). On several GPUs a block has one all_reduce. Shapes are those of Llama 3:
-8B on one GPU, and per-rank shapes of 70B at TP 8 on all GPUs. Data is random, in bf16. One process per GPU runs all variants alternately on
-the same arrays. Printed times are milliseconds per call of the slowest rank, as medians over series of calls. All ranks start a series
-together. One variant of Hostweave measures the algorithms of cuBLASLt and uses the fastest. A lower bound is the time of a copy whose reads
-and writes together have as many bytes as the weights. `decode.py 70B` runs one case, and `decode.py 70B 128` runs one number of tokens.
+8B on one GPU, and per-rank shapes of 70B at TP 8 on all GPUs. Data is random, in bf16, except that the weights of norms are 1. One process
+per GPU runs all variants alternately on the same arrays. Printed times are milliseconds per call of the slowest rank, as medians over
+series of calls. All ranks start a series together. One variant of Hostweave measures the algorithms of cuBLASLt and uses the fastest. A
+lower bound is the time of a copy whose reads and writes together have as many bytes as the weights. `decode.py 70B` runs one case, and
+`decode.py 70B 128` runs one number of tokens.
 """
 
 from __future__ import annotations
