@@ -10,7 +10,7 @@ from hostweave.base.errors import ArgumentError
 
 Environ = Mapping[str, str]
 
-# Lowest base port if MASTER_PORT is not set. The ports of stores are then below the ephemeral ports, and no usual MASTER_PORT.
+# Lowest base port if MASTER_PORT is not set. The ports of stores are then below the ephemeral ports.
 _DEFAULT_PORT = 25000
 _PORT_OFFSET = 3000
 _PORTS = 16
