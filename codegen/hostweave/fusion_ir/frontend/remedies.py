@@ -64,8 +64,8 @@ def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoRe
 
 
 class SizeName(str):
-    """Text of a symbolic size. Text can be appended. Operators with a size on the left raise a ProgramError, with the text of the intended
-    size if known. So do `+`, `-` and `*` with a size on the right."""
+    """Text of a symbolic size. Text can be appended. All other uses of `+ - * / // %` with a size on the left raise a ProgramError, with
+    the text of the intended size if known. So do `+`, `-` and `*` with a size on the right."""
 
     _extent: Size
 
