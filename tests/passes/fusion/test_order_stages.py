@@ -86,7 +86,7 @@ def test_stages_are_busy(order: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_results(ranks: int) -> None:
-    """Results with the transports auto and one_sided, and with several calls in flight."""
+    """Results with the transports auto and one_sided. With 2 ranks per stage, also results of several calls in flight."""
     fusion = pipeline(3, 3, "naive", ranks)
     for options in (hw.Options(), hw.Options(transport="one_sided")):
         program = lower(fusion, options)
