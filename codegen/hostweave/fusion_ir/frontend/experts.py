@@ -270,12 +270,12 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times as many elements as `moe_combine`. The example computes the gradient of the weights of `moe_combine` from
-    rows of one element.
+    This function moves k times as many elements as `moe_combine`. With h and y of the example of `moe_routing`, and the gradient dy of y,
+    this example computes the gradient of the weights. Its rows have one element.
 
     Raises ProgramError for other shapes.
 
-    Example: `hw.moe_return(hw.sum(y * hw.moe_dispatch(dy, routing), -1, keepdims=True), routing)`.
+    Example: `hw.moe_return(hw.sum(h * hw.moe_dispatch(dy, routing), -1, keepdims=True), routing)`.
     """
     return _on_own_rank(hw.sum(_rows_of_choices(rows, routing), 0), routing)
 
