@@ -70,14 +70,14 @@ class _Sizes:
         return [dim.size.bind(self._numbers) for dim in x.type.dims]
 
     def shape(self, value: Any) -> tuple[int | str, ...]:
-        """Shape of a recorded value, with sizes in place of numbers."""
+        """Shape of a recorded value, with symbolic sizes in place of the numbers that represent them."""
         return tuple(map(self._text, value.shape))
 
     def in_words(self, text: str) -> str:
         return re.sub(r"\d+", lambda number: str(self._known.get(int(number[0]), number[0])), text)
 
     def is_number_of(self, value: Any) -> bool:
-        """True if a Python number was computed from an unknown size."""
+        """True if a Python number may have been computed from an unknown size: it, or its inverse, is a multiple of a prime."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not value or value != value or abs(value) == float("inf"):
             return False
         return any(abs(one) >= _PRIMES[0] and round(one) % prime == 0 for one in (value, 1 / value) for prime in self._primes.values())

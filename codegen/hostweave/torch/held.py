@@ -34,8 +34,8 @@ class Held:
 
 
 class Folded:
-    """Tensors from which values in the program were computed at compile time. Writes to inference tensors, and writes through `.data`, are
-    not noticed, because they change no version counter."""
+    """Tensors from which values in the program were computed at compile time. Writes to inference tensors, and writes through `.data`,
+    may not be noticed, because they change no version counter."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._slots = [(name, *slot_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
