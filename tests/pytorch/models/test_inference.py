@@ -253,8 +253,7 @@ def test_ranks_of_a_group_call_it() -> None:
 
 @pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
 def test_calls_are_captured(plan: str) -> None:
-    """Graphs of `capture` can alternate with calls, and use new values of parameters. With `graph="auto"`, a call with the same arrays is
-    captured."""
+    """Graphs of `capture` can alternate with calls. Graphs use new values of parameters, also with `graph="auto"`."""
     module, arrays, weights = nn.Linear(8, 4).eval(), torch.randn(3, 6, 8), torch.randn(3, 4, 8)
     of = hw.Mesh(tp=2), {"weight": plan}, (arrays[0],)
     model, by_itself = (hostweave.torch.compile(module, *of, options=hw.Options(graph=graph)) for graph in (None, "auto"))
