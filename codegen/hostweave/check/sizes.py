@@ -147,7 +147,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = MAX_FACTOR) -> tup
     changes = [_changes(program, condition, smallest, max_factor) for condition in conditions]
     factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
     for larger in sorted(filter(None, changes), key=len):
-        # Enlarges one symbol for each condition. Prefers a symbol that is enlarged already, and then a symbol that changes several conditions.
+        # Enlarges one symbol for each condition. Prefers a symbol that is enlarged already, and then one that changes several conditions.
         name = min(larger, key=lambda name: (name not in factors, -sum(name in other for other in changes), larger[name]))
         factors[name] = max(factors.get(name, 1), larger[name])
     if not factors:
