@@ -1,4 +1,4 @@
-"""Text of either IR with random changes, huge sizes or other errors. The result is a program or a ProgramError, in bounded time."""
+"""Text of fusions and host programs with random changes, huge sizes or other errors. The result is a program or a ProgramError, in bounded time."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def mutated(source: str, draw: random.Random) -> str:
 
 
 def expect_a_program_or_an_error(read: Callable[[str], Fusion | HostProgram], source: str) -> bool:
-    """Returns True if the text is a program. Fails if the printed text of the program does not parse to the same program, or if parsing
-    takes too long."""
+    """Returns True if the text is a program. Fails if the printed text of the program does not parse to the same program, or if reading
+    and printing take too long."""
     start = time.monotonic()
     try:
         program = read(source)

@@ -1,4 +1,4 @@
-"""Text of host programs: printing and parsing are inverse. Invalid text raises ParseError with a location."""
+"""Text of host programs: printing and parsing are inverse. Malformed text raises ParseError with a line and column."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_truncated_text() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("ag_matmul_ring", "matmul_rs_flat", "allreduce_rows")])
 def test_garbled_text(name: str) -> None:
-    """The test deletes, doubles or replaces one token. The text is then a program, or raises ParseError or ProgramError."""
+    """Text with one token deleted, doubled or replaced parses, or raises ProgramError."""
     tokens = [token for token in TOKEN.findall(text(name)) if not token.isspace()]
     draw = random.Random(name)
     for _ in range(400):
