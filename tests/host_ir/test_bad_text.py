@@ -1,4 +1,7 @@
-"""Text of fusions and host programs with random changes, huge sizes or other errors. The result is a program or a ProgramError, in bounded time."""
+"""Text of fusions and host programs with random changes, huge sizes or other errors.
+
+The result is a program or a ProgramError, in bounded time.
+"""
 
 from __future__ import annotations
 
