@@ -103,19 +103,20 @@ def _contents(one: Any) -> Any:
 
 
 def _containers(found: list[Any]) -> list[Any]:
-    """Mutable objects that are reachable from these values, but not through tuples. Modules and other objects of torch do not count."""
+    """Mutable objects that are reachable from these values. Modules and other objects of torch do not count."""
     seen: dict[int, Any] = {}
     following = list(found)
     while following:
         one = following.pop()
-        if id(one) in seen or isinstance(one, _CODE) or not (isinstance(one, dict | list | set) or hasattr(one, "__dict__")):
+        is_constant = isinstance(one, tuple | frozenset)
+        if id(one) in seen or isinstance(one, _CODE) or not (is_constant or isinstance(one, dict | list | set) or hasattr(one, "__dict__")):
             continue
-        if isinstance(one, tuple) or type(one).__module__.partition(".")[0] == "torch":
+        if type(one).__module__.partition(".")[0] == "torch":
             continue
         seen[id(one)] = one
-        content = _contents(one)
+        content = one if is_constant else _contents(one)
         following += content.values() if isinstance(content, dict) else content
-    return list(seen.values())
+    return [one for one in seen.values() if not isinstance(one, tuple | frozenset)]
 
 
 def is_same(one: Any, other: Any) -> bool:
