@@ -47,6 +47,9 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "outer": lambda x, w: torch.outer(torch.sum(x, 1), torch.sum(x, 1)),
     "attention": lambda x, w: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], is_causal=True),
     "of ints": lambda x, w: torch.floor_divide(torch.argmax(x, 1), 2),
+    "from the end": lambda x, w: torch.narrow(x, 0, -3, 3),
+    "to the end": lambda x, w: torch.select(x, 0, -2),
+    "einsum of three": lambda x, w: torch.einsum("mk,nk,nl->ml", x, x, x),
     "promoted": lambda x, w: torch.mul(torch.argmax(x, 1), 0.5),
 }
 
@@ -102,6 +105,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "attention with dropout_p=0.5 of tensors of a fusion has no seed; use hw.scaled_dot_product_attention",
     ),
     "shapes": (lambda x, w: torch.matmul(w, x), r"torch.matmul: .* got \[8, 12\] X \[M, 8\]; use hw.matmul"),
+    "a diagonal": (lambda x, w: torch.diagonal(x @ x.T), "torch.diagonal: computes with a size that is known only at a call"),
+    "a step around the end": (lambda x, w: torch.roll(x, 1, 0), "torch.roll: computes with a size that is known only at a call"),
+    "the number of elements": (lambda x, w: x * torch.numel(x), "torch.numel: computes with a size that is known only at a call"),
     "a size as a number": (
         lambda x, w: F.kl_div(x, x, reduction="batchmean"),
         "computes with a size",
