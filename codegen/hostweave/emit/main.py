@@ -120,12 +120,11 @@ class Main:
 
 
 def _tensor(type: TensorType, argument: CheckedArgument, label: str, mesh: Mesh, integers: CppExprPrinter) -> SampleTensor:
-    cpp = type.dtype.cpp.replace("bool", "uint8_t")  # The sample fills bools with arbitrary bytes.
     own = type.mesh_in(mesh)
     shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in type.dims]
     shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, type.dims, strict=True)]
     dims = braced(braced((integers.size(dim.size), *of)) for dim, of in zip(type.dims, shards, strict=True))
-    return SampleTensor(label, cpp, argument.dtype, dims, _twin(type, mesh), _condition(own, mesh))
+    return SampleTensor(label, type.dtype.cpp, argument.dtype, dims, _twin(type, mesh), _condition(own, mesh))
 
 
 def executable_of(program: str) -> str:

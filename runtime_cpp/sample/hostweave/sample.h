@@ -55,7 +55,7 @@ class Block {
 };
 
 // Access to the elements of arrays of one type. `set` writes one of 8 values: an integer from 1 to 8, or an odd eighth between -1
-// and 1.
+// and 1. A bool is true for odd digits. `get` returns the byte of a bool.
 struct Element {
   size_t bytes;
   bool is_integral;
@@ -66,12 +66,14 @@ struct Element {
 template <class T>
 constexpr Element kElement = {sizeof(T), std::is_integral_v<T>,
                               [](const char* elements, int64_t i) {
-                                using Number = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
-                                return double(Number(reinterpret_cast<const T*>(elements)[i]));
+                                using Stored = std::conditional_t<std::is_same_v<T, bool>, uint8_t, T>;
+                                using Number = std::conditional_t<std::is_arithmetic_v<T>, Stored, float>;
+                                return double(Number(reinterpret_cast<const Stored*>(elements)[i]));
                               },
                               [](char* elements, int64_t i, int digit) {
-                                reinterpret_cast<T*>(elements)[i] =
-                                    std::is_integral_v<T> ? T(float(1 + digit)) : T(float(2 * digit - 7) / 8);
+                                reinterpret_cast<T*>(elements)[i] = std::is_same_v<T, bool> ? T(float(digit % 2))
+                                                                    : std::is_integral_v<T> ? T(float(1 + digit))
+                                                                                            : T(float(2 * digit - 7) / 8);
                               }};
 
 // Tolerance for floats, in unit roundoffs of the largest reference value.

@@ -116,6 +116,15 @@ def test_projects_with_blocks_and_attention_run_on_the_cpu(tmp_path: Path) -> No
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("the results of all ranks are correct\n")
 
+    build(masked, tmp_path)
+    assert run(tmp_path, "build/masked", "M=40", "repetitions=1").returncode == 0
+    kernels = tmp_path / "programs" / "masked" / "kernels.cu"
+    kernels.write_text(kernels.read_text().replace("= -x_e", "= x_e"))  # Wrong where the mask is false.
+    assert run(tmp_path, "cmake", "--build", "build").returncode == 0
+    result = run(tmp_path, "build/masked", "M=40", "repetitions=1")
+    assert result.returncode == 1
+    assert "in the reference: they differ by" in result.stderr
+
 
 @hw.block(donate={"state": 1}, x=hw.f32["M@x", "K"], w=hw.f32["K", "K@x"], state=hw.f32["M@x", "K"])
 def step(x, w, state):  # type: ignore[no-untyped-def]
@@ -138,6 +147,11 @@ def recurrent(x, **given):  # type: ignore[no-untyped-def]
         x, state = step(x, given[f"w_{i}"], given[f"state_{i}"])
         states.append(state)
     return x, *states
+
+
+@hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x"], mask=hw.bool_["M@x"])
+def masked(x, mask):  # type: ignore[no-untyped-def]
+    return hw.reshard(hw.where(mask, x, -x), "M")
 
 
 @hw.fusion(mesh=hw.Mesh(x=2), q=hw.f32["4@x", "S", 16], k=hw.f32["2@x", "T", 16])
