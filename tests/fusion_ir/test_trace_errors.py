@@ -57,6 +57,11 @@ ERRORS = {
         "4: scatter_add: cannot add f32[M, N] to f32[1, K]: the sums would be f32[M, K]; make all dims except dim 1 equal",
     ),
     "condition": ("return hw.where(x, x, x)", {}, "4: where: the condition must be bool, not bf16[M, K]; compare it first"),
+    "two numbers": (
+        "return hw.where(x > 0, 1.0, 2)",
+        {},
+        "4: where: 1.0 and 2 are numbers without a dtype; write one as hw.full((), 2, hw.f32)",
+    ),
     "operand": ("return hw.add(x, 'a')", {}, "4: add: 'a' is neither a tensor of this fusion nor a Python number; make it an input"),
     "numbers alone": ("return hw.add(1, 2)", {}, "4: add: no operand is a tensor; compute with Python numbers instead"),
     "unknown dim": ('return hw.sum(x, axis="Q")', {}, "4: sum: bf16[M, K] has no dim named Q"),

@@ -121,8 +121,13 @@ def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Selects elements of `a` where the bool `condition` is true, and elements of `b` elsewhere. Dims broadcast; a and b have the same
     dtype. At most one of them is a number.
 
+    Raises ProgramError if both are numbers other than bools.
+
     Example: `hw.where(x > 0, x, 0.01 * x)`.
     """
+    if isinstance(a, int | float) and isinstance(b, int | float) and not (type(a) is type(b) is bool):
+        dtype = "f32" if isinstance(a, float) or isinstance(b, float) else "i32"
+        raise ProgramError.here(f"where: {a!r} and {b!r} are numbers without a dtype; write one as hw.full((), {b!r}, hw.{dtype})")
     return record("where", condition, a, b)
 
 
