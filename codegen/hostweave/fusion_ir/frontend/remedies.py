@@ -64,8 +64,8 @@ def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoRe
 
 
 class SizeName(str):
-    """Text of a symbolic size. Text can be appended. All other uses of `+ - * / // %` with a size on the left raise a ProgramError, with
-    the text of the intended size if known. So do `+`, `-` and `*` with a size on the right."""
+    """Text of a symbolic size. Text can be appended. All other uses of `+ - * / // %` raise a ProgramError, with the text of the intended
+    size if known. So does a sign."""
 
     _extent: Size
 
@@ -76,7 +76,7 @@ class SizeName(str):
 
     def _refuse(self, sign: str, other: Any, reverse: bool = False) -> NoReturn:
         left, right = (other, self) if reverse else (self, other)
-        why = f"{left} {sign} {right}: {self} is the name of a size that is known only at a call"
+        why = f"{left} {sign} {right}".strip() + f": {self} is the name of a size that is known only at a call"
         raise ProgramError.here(f"{why}; {self._written(sign, other, reverse)}")
 
     def _written(self, sign: str, other: Any, reverse: bool) -> str:
@@ -96,8 +96,16 @@ class SizeName(str):
     __radd__ = _refused("+", True)
     __mul__, __rmul__ = _refused("*"), _refused("*", True)
     __sub__, __rsub__ = _refused("-"), _refused("-", True)
-    __floordiv__ = __truediv__ = _refused("//")
+    __floordiv__, __rfloordiv__ = __truediv__, __rtruediv__ = _refused("//"), _refused("//", True)
     __mod__ = _refused("%")
+
+    def __rmod__(self, other: Any) -> str:
+        if isinstance(other, str):  # "%s" % size
+            return str.__mod__(other, self)
+        self._refuse("%", other, True)
+
+    def __neg__(self) -> NoReturn:
+        self._refuse("-", "", True)
 
 
 _SIZES: dict[str, Callable[[Size, Size], Size | None]] = {
