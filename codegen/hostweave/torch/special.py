@@ -208,14 +208,14 @@ def polygamma(n: int, x: Any) -> Any:
 
 
 def _inverse_of_erfc(q: Any) -> Any:
-    """Inverse of erfc for q from 0 to 1: three iterations from Winitzki's estimate."""
+    """Inverse of erfc for q from 0 to 1: two steps of Halley's method from Winitzki's estimate."""
     log = torch.log(q * (2 - q))
     first = 2 / (math.pi * 0.147) + log / 2
     y = torch.sqrt(torch.sqrt(first * first - log / 0.147) - first)
-    for _ in range(3):
+    for _ in range(2):
         half = torch.exp(y * y / 2)  # exp(y * y) may overflow
         off = (torch.erfc(y) - q) * (math.sqrt(math.pi) / 2) * half * half
-        y = y + off / (1 + y * off)
+        y = y + off / (1 - y * off)
     return torch.where(q == 0, math.inf, y)
 
 

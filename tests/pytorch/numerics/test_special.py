@@ -32,6 +32,11 @@ def test_of_one_argument(op: object) -> None:
     expect_close(SPECIAL[op](x), op(x.double()))
 
 
+def test_quantiles_of_small_probabilities() -> None:
+    p = torch.logspace(-37, -1, 199)
+    expect_close(SPECIAL[aten.special_ndtri.default](p), aten.special_ndtri.default(p.double()), rtol=5e-7, atol=0)
+
+
 @pytest.mark.parametrize("order", range(5))
 def test_polygamma(order: int) -> None:
     x = WIDE[(WIDE > -8.5) & ((WIDE - WIDE.round()).abs() > 0.05)]
