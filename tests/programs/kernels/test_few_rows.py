@@ -95,7 +95,7 @@ def test_the_rows_of_a_rank_decide() -> None:
 
 
 def test_matmuls_of_more_rows_are_concurrent() -> None:
-    """For more than 8 rows, each matmul has a separate stream. If there are always few rows, the program has no such streams."""
+    """For more than 8 rows, all matmuls but one have a separate stream. If there are always few rows, the program has no such streams."""
     for fusion, count in ((gated(hw.bf16), 2), (layouts, 3)):
         program = lowered(fusion)
         assert program.streams == (ir.Streams("beside", count - 1),)
