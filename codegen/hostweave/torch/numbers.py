@@ -175,7 +175,7 @@ def _read(item: Any) -> Any:
 
 
 def _is_scalar(item: Any) -> bool:
-    """True for an integer tensor without dims, or the int that it contains."""
+    """True for an integer tensor without dims, or the symbolic int that `item()` reads from a tensor."""
     if isinstance(item, torch.SymInt):
         return bool(free_unbacked_symbols(item))
     return isinstance(item, torch.Tensor) and item.ndim == 0 and item.dtype != torch.bool and not item.dtype.is_floating_point
