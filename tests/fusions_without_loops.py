@@ -1,4 +1,4 @@
-"""Programs with communication outside chunk loops, for tests of `transport="one_sided"`."""
+"""Programs with communication outside chunk loops."""
 
 import hostweave as hw
 

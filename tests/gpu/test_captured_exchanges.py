@@ -26,7 +26,7 @@ from hostweave.types.tensor import block_of
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 LOOPS = ("ag_matmul_put", "ag_pieces_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put", "residual_put")
-NAMES = (*LOOPS, "exchanges", "permutes")  # The last two programs have all kinds of communication outside of loops.
+NAMES = (*LOOPS, "exchanges", "permutes")  # The last two programs communicate outside of loops.
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= len(gpus())]
 REPLAYS = 4
 

@@ -35,7 +35,7 @@ def mlp_on(ranks: int, **options: Any) -> hw.Program:
 
 
 def streamed_on(ranks: int) -> hw.Program:
-    """A gather in a chunk loop with matmuls. The loop uses side streams, events, sends and recvs."""
+    """A gather in a chunk loop with matmuls. The loop uses side streams and events."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -237,7 +237,7 @@ def test_calls_are_captured_automatically(ranks: int) -> None:
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
 def test_a_rank_that_does_not_launch() -> None:
-    """The watchdog ends the launches of the other ranks, and names the call."""
+    """The watchdog ends the launch of the other rank, and names the call."""
     program, threads = mlp_on(2), hw.Threads(2)
     captured, failed = threading.Barrier(2), threading.Event()
 
