@@ -10,7 +10,7 @@ from hostweave.types.blocks import Cuts, Route
 EXCHANGE_RANKS = 8  # most ranks of an exchange: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
 EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce inside a kernel, in bytes: hw::kExchangeBytes
-BLOCK_BYTES = 8 << 20  # largest total size of the blocks of a collective inside a kernel, in bytes: hw::kBlockBytes
+BLOCK_BYTES = 8 << 20  # largest total size of the blocks of an all_gather or reduce_scatter inside a kernel, in bytes: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it, or None
@@ -257,8 +257,8 @@ class Recv(PointToPoint):
 
 @dataclass(frozen=True)
 class SendBlocks(Routed):
-    """Sends the blocks of src whose routes begin at this rank, as a group. Matches the recv_blocks with the same routes. If several pairs
-    have these routes, they match in order."""
+    """Sends the blocks of src whose routes begin at this rank, as a group. Matches the recv_blocks with the same routes. Several
+    send_blocks with the same routes match their recv_blocks in order."""
 
     src: Read
     count: int | Cuts

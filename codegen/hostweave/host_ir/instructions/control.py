@@ -111,7 +111,8 @@ class Call(Instruction):
 
 @dataclass(frozen=True)
 class OnMesh(Instruction):
-    """Runs the body only on the ranks of a mesh. Coordinates in the body refer to this mesh. Allocations are visible after the body."""
+    """Runs the body only on the ranks of a mesh. Coordinates in the body refer to this mesh. Allocations
+    outside of nested bodies are visible after this body."""
 
     mesh: Mesh
     body: Body
