@@ -102,8 +102,8 @@ struct Terms {
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends the term of this rank to all peers, unless NCCL has gathered the terms. The last thread block that sends increments the
-  // exchange number. A thread issues up to kAtOnce loads before it stores, so that the latencies of the loads overlap.
+  // Sends the term of this rank to all peers, unless NCCL has gathered the terms. The last thread block increments the exchange
+  // number. A thread loads up to kAtOnce packets before it stores, so that the latencies of the loads overlap.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -344,9 +344,9 @@ struct LandedBlocks {
   HW_DEVICE char* slots(int rank) const { return reinterpret_cast<char*>(exchange.landing[rank] + 2 * kRanks * kPackets); }
 
 #ifdef __CUDACC__
-  // Sends the blocks in parts, unless `is_sent`. Sets flags, and waits for all parts of the peers. Does nothing if NCCL has
-  // gathered the blocks. The last thread block to set flags increments the exchange number. The number of parts depends only on
-  // the size and on `is_sent`, so all ranks use the same number.
+  // Sends the blocks in parts, unless `is_sent`. Sets flags, and waits for all parts from the peers. Does nothing if NCCL
+  // has gathered the blocks. The last thread block increments the exchange number. The number of parts depends only on the size
+  // and on `is_sent`, so all ranks use the same number.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;

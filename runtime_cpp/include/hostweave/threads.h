@@ -9,7 +9,7 @@ constexpr int kRowAccesses = 4;   // maximum accesses per thread to a row in reg
 constexpr int kTransposed = 64;   // columns of a tile that a block transposes
 template <int kBytes>             // rows of such a tile; its columns then have at least 128 bytes
 constexpr int kTileRows = kBytes == 1 ? 2 * kTransposed : kTransposed;
-constexpr int kTransposing = 8;  // blocks per multiprocessor that transpose; while one block waits, other blocks load and store
+constexpr int kTransposing = 8;  // minimum blocks per multiprocessor; while one transposing block waits, others load and store
 constexpr int kFiberParts = 32;  // threads that share a fiber; each element belongs to one thread
 constexpr int kTile = 32;        // columns per tile of a column reduction
 constexpr int kSorted = 2048;    // maximum elements that a block sorts in shared memory

@@ -65,7 +65,8 @@ struct PhaseBarrier {
   }
 };
 
-// Counts uses of the stages, which a block uses cyclically. `parity` is the phase parity of the stage's barriers.
+// Counts uses of the stages in shared memory. A block uses the stages cyclically. `parity` is the phase parity of the stage's
+// barriers.
 template <int kStages>
 struct StageCount {
   unsigned count = 0;
@@ -139,7 +140,7 @@ class WarpgroupProducts {
     __syncthreads();
   }
 
-  // One warp copies the stages of all tiles of this block.
+  // Copies the operands of all tiles of this block to the stages. One warp calls this function, and its first thread copies.
   __device__ void copy() {
     Walk walk(p_, kRows, kColumns);
     GroupTile tile;
@@ -279,8 +280,8 @@ class WarpgroupProducts {
     sync_warps(kAllBarrier, kGroupedThreads);
   }
 
-  // Stores 64 rows through shared memory, or `rows` if they are fewer. One thread copies boxes if kOuter, or if there are 64
-  // rows. Otherwise all threads of the warpgroup copy the rows.
+  // Stores up to 64 of `rows` rows through shared memory. One thread copies boxes if kOuter or `rows` is at least 64.
+  // Otherwise all threads of the warpgroup copy the rows.
   __device__ void store(const GroupTile& tile, int64_t rows) const {
     const int lane = threadIdx.x % 32, warp = thread() / 32 % 4, barrier = kOwnBarrier + warpgroup_;
     const unsigned staged = stages_ + kStages * kBytes + warpgroup_ * (64 * kStaged * 2);

@@ -44,10 +44,11 @@ class WindowArena {
   explicit WindowArena(std::initializer_list<const Channel*> channels);
 
   // Like Arena::reserve. Growth of the windows is collective: all ranks of the channels reserve the same number of bytes. Throws
-  // ExecutionError if peers cannot access the memory, or if NCCL lacks a feature that the program needs.
+  // ExecutionError if peers cannot access the memory, if NCCL lacks a feature that the program needs, or if the channels use
+  // different transports.
   void reserve(MemoryPlan& plan);
 
-  // See CallOrder. Orders the calls of all programs that use these channels.
+  // See CallOrder. Orders the calls of all programs of this rank that have windows of these channels.
   cudaError_t begin_call(cudaStream_t caller) const;
   cudaError_t end_call(cudaStream_t caller) const;
 
