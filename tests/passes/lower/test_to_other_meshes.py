@@ -108,7 +108,7 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_of_its_consumer() -> None:
 
 @pytest.mark.parametrize("there", ["f32[M, K@x] on mesh(x=2 of ranks 2, 3)", "f32[M, K] on mesh(x=2 of ranks 1, 2)"])
 def test_other_transfers_stay_outside(there: str) -> None:
-    """A move is not in a loop if its blocks do not cover whole dims, or if some ranks are on both meshes."""
+    """A move is not in a loop if a block is only part of a local tensor, or if some ranks are on both meshes."""
     source, target = hw.f32["M", "K"].on(A), Reader(there).tensor_type()
     text = STREAMED.replace(WHOLE, f"blocks={transfer(source, target, ALL)}")
     before = text.replace(f"f32[M, K] {ON_B}", there)
@@ -184,8 +184,8 @@ def test_a_view_is_made_again_in_a_second_body_of_its_mesh() -> None:
 
 
 def test_blocks_of_uneven_dims_end_at_shard_boundaries() -> None:
-    """Uneven blocks are packed unless they are contiguous. If both meshes split a dim, any shard of one mesh may overlap any shard of the
-    other."""
+    """Uneven blocks are packed unless they are contiguous. If 2 ranks and then 3 ranks split a dim, each sender has a route to each
+    receiver."""
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}, %v: f32[K, M@x] {ON_A}) mesh(x=4) {{
           %y: f32[M, K] {ON_B} pinned = reshard(%x)
@@ -343,7 +343,7 @@ def test_an_even_dim_is_received_whole_with_an_uneven_one() -> None:
         ),
         Options(),
     )
-    assert host.uneven == ("M",)  # N is not in the list, because `.stream` needs an even N.
+    assert host.uneven == ("M",)  # N is not in the list, because `.stream` needs equal shards.
     x, v = np.arange(7 * 78, dtype=np.float32).reshape(7, 78), np.arange(78, dtype=np.float32)
     spec = hw.f32["M@c", "N@d"].on(new)
     for rank, outputs in enumerate(interpret(host, {"x": x, "v": v})):

@@ -167,7 +167,7 @@ def test_random_moves(seeds: range) -> None:
 
 
 def turns_right(seed: int) -> bool:
-    """Programs with transposes between ops of one chunk loop. Some loops have a communication before them."""
+    """Programs with transposes between ops of one chunk loop. Some loops also communicate."""
     generator = Generator(seed)
     dims = list("MNK")[: generator.random.randint(2, 3)]
 
@@ -185,7 +185,7 @@ def test_random_transposes_in_loops(seeds: range) -> None:
 
 
 def contracts_right(seed: int) -> bool:
-    """Contractions over several dims that are sharded independently, some of them in loops.
+    """Contractions of one to three tensors with independent shardings, some of them in loops.
 
     The result of a contraction is an operand of an addition, is returned unchanged, or is stacked with its double.
     """

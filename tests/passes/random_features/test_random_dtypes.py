@@ -1,6 +1,6 @@
-"""Random programs with values of several dtypes: floats of 8 to 32 bits, ints and bools.
+"""Random programs with values of several dtypes: floats of 8 to 64 bits, ints and bools.
 
-All values are small ints, so that results are exact. Sizes are often 1, or smaller than the number of ranks. Two of three programs state
+Most values are small ints, so that results are exact. Sizes are often 1, or smaller than the number of ranks. Two of three programs state
 typical sizes.
 """
 
@@ -22,7 +22,7 @@ OTHERS = (*INTS, *FLOATS, hw.bool_, hw.f8e4m3, hw.f8e5m2)
 
 
 def _small(g: Generator, t: hw.Tensor, dtypes: tuple[Any, ...]) -> hw.Tensor:
-    """Returns ints from 0 to 2 in another dtype, computed from the elements."""
+    """Clips the elements to values from 0 to 2, and casts them to one of `dtypes`."""
     return hw.astype(hw.clip(t, 0, 2), g.random.choice(dtypes))
 
 

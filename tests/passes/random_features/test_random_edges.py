@@ -1,6 +1,6 @@
 """Random programs with extreme sizes, meshes and transports.
 
-Dims may have no elements, one element per rank, or fewer elements than ranks. All meshes of a program have the same ranks. All sizes are
+Dims may have no elements, one element per rank, or fewer elements than ranks. All meshes of a program have the same ranks. Input sizes are
 symbolic. Programs create constants, and functions return views of donated memory.
 """
 

@@ -3,7 +3,7 @@
 One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded. Some calls take the weight
 of another call. The calls may also take caches, which may be donated, and may return additional results. Some values between calls are
 returned or used again. Then another block may be called once per earlier call, usually in reverse order, as in a backward pass. Each call
-of this block reads the result of the call before it. It also reads the input of an earlier call, the result of that call, or both.
+of this block reads the input of an earlier call, the result of that call, or both. It also reads the last result.
 """
 
 from __future__ import annotations
