@@ -103,7 +103,7 @@ class Operation:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if a communication of this operation occupies multiprocessors."""
+        """True if a communication of this operation must not overlap with those of other channels on the same device."""
         return any(part.channel.may_be_serialised for part in self.communications if part.channel)
 
     def __repr__(self) -> str:
