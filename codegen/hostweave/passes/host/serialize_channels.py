@@ -1,4 +1,4 @@
-"""Serialises communications on different channels: each rank runs them one after another, in the same order as all other ranks.
+"""Serialises communications that must be ordered: each rank runs them one after another, in the same order as all other ranks.
 
     for %i in 0..4 {
       stream ring[%i] {
