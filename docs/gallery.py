@@ -1,5 +1,5 @@
-"""The page "Gallery": programs of examples/ with source, predicted timeline and short C++. The page is generated when the documentation
-is built."""
+"""The page "Gallery": programs of examples/ with their source, predicted timeline, and C++ if it is short. The build of the documentation
+generates the page."""
 
 import ast
 import base64

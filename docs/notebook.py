@@ -1,4 +1,4 @@
-"""Writes pages as notebooks: `python docs/notebook.py`. The cells are the blocks of a page, which tests run in order."""
+"""Writes pages as notebooks: `python docs/notebook.py`. The code cells are the Python blocks of a page."""
 
 import json
 import re

@@ -139,7 +139,7 @@ def test_arrays_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize(("rows", "held"), [(10, [3, 3, 3, 1]), (3, [1, 1, 1, 0]), (9, [3, 3, 3, 0]), (8, [2, 2, 2, 2])])
 def test_uneven_shards(rows: int, held: list[int]) -> None:
-    """Sizes of uneven shards: the last ranks have fewer rows, or none."""
+    """The last ranks may have fewer rows, or none."""
     mesh, spec = hw.Mesh(dp=2, tp=2), hw.f32["M@dp,tp", 4]
     array = np.arange(rows * 4).reshape(rows, 4)
     blocks = [spec.shard(array, rank, mesh) for rank in range(4)]

@@ -1,4 +1,4 @@
-"""Short reprs of types, meshes and programs in an interactive session."""
+"""Short reprs of types, meshes and programs, and the HTML of programs in notebooks."""
 
 from __future__ import annotations
 
