@@ -1,4 +1,4 @@
-"""Chunk loops in which the number of chunks does not divide the rows. The last chunk of each shard may be smaller."""
+"""Chunk loops in which the number of chunks need not divide the rows. The last chunk of each shard may be smaller."""
 
 from __future__ import annotations
 
