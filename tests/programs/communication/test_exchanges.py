@@ -83,7 +83,7 @@ def test_a_part_is_copied_before_others_read_it() -> None:
 
 
 def test_a_named_uneven_size_is_moved_by_remote_reads() -> None:
-    """A call with an uneven size compiles a variant in which this size is an int. In the variant, each rank reads the whole tensor."""
+    """A call with an uneven size compiles a variant in which this size is an int. In the variant, ranks 1 and 2 read the whole tensor."""
     mesh = hw.Mesh(x=3)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M"].on(mesh.ranks([0])))

@@ -1,4 +1,4 @@
-"""Programs in which ranks access each other's memory, on 1 to 8 ranks and in random schedules."""
+"""Programs in which ranks access each other's memory, on 1 to 9 ranks and in random schedules."""
 
 from __future__ import annotations
 

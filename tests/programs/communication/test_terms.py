@@ -111,7 +111,7 @@ def test_all_reduces_by_nccl() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_terms_that_are_read_again(ranks: int) -> None:
-    """Each rank sends its only element of the reduced dim. Most of the kernels read this element again."""
+    """Each rank has one index of the reduced dim. Most of the kernels read the sent elements again."""
 
     @hw.fusion(
         mesh=hw.Mesh(ep=ranks), x=hw.f32["T", f"{ranks}@ep"], c=hw.f32[4, f"{ranks}@ep", 3], w=hw.f32["T", 5], v=hw.f32[5, f"{ranks}@ep"]

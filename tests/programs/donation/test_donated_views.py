@@ -208,7 +208,7 @@ host @f(%x: f32[M, M]) -> (%y: f32[M, M] in %x) mesh() {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_views_of_donated_inputs_of_loops(ranks: int) -> None:
-    """A chunk loop gathers a donated input, or computes the result that overwrites the input."""
+    """One chunk loop gathers a donated input. Another loop computes the result that overwrites the input."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate={"c": 0}, c=hw.f32["M@x", 4], w=hw.f32[4, "N"])
     def looped(c, w):  # type: ignore[no-untyped-def]

@@ -215,7 +215,7 @@ def test_an_update_longer_than_its_dim_is_refused() -> None:
 
 
 def test_only_the_update_is_written() -> None:
-    """A cache is copied only if its old values are read after its update. A note reports the copy. The kernel of an update writes only
+    """A cache is copied only if its old values are read after its update. A note reports this read. The kernel of an update writes only
     the elements of the update."""
     host = lower(Fusion.parse(program(1).fusion_ir), Options())
     copies = [i for body in (host.body, *(f.body for f in host.functions)) for i in tree.walk(body) if isinstance(i, ir.Copy)]
