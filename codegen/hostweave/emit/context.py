@@ -160,8 +160,8 @@ class ProgramContext:
         return guarded((self.condition_of_plan(key), f"{plan.member}.prepare({', '.join(plan.prepared_with)});") for key, plan in plans)
 
     def condition_of_plan(self, key: PlanKey) -> str:
-        """C++ condition under which a plan is needed. Omits the mesh if the meshes of the uses differ, and the sizes if their conditions on
-        sizes differ."""
+        """C++ condition under which a plan is prepared. Omits the mesh if the uses are on different meshes, and the sizes if the uses have
+        different conditions on sizes."""
         ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
         flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
         sizes = {condition for _, condition in self.uses_of_plan[key]}
