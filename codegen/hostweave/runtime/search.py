@@ -78,8 +78,8 @@ def _run(choice: Choice, chosen: Mapping[str, str], make: Make, arrays: Mapping[
 
 
 def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
-    """Global array for measurements. Floats are random, because matmuls of zeros are faster. Other elements are 0, because they may be
-    indices."""
+    """Global array for measurements. Floats are random, because matmuls of zeros are faster. Elements of other dtypes are 0,
+    because they may be indices."""
     shape = tuple(size.bind(sizes) for size in type.shape)
     if type.dtype.kind != "float":
         return np.zeros(shape, numpy_dtype(type.dtype))

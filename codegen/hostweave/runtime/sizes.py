@@ -25,9 +25,10 @@ class CallSizes(NamedTuple):
 class LastSizes:
     """Sizes of a rank's last calls of a program and its variants.
 
-    A rank compares sizes before a call if they differ from those of the previous call. Unless the ranks agree at once in shared memory, the
-    rank first announces the comparison. If sizes are consistent, all ranks compare before the same calls. Otherwise, the watchdog of a rank
-    that has begun the call without comparing reads the announcement, and fails the group.
+    A rank compares sizes before a call if the sizes or the variant differ from those of the previous call. Unless the ranks agree at once
+    in shared memory, the rank announces the comparison before it waits for the other ranks. If sizes are consistent, all ranks compare
+    before the same calls. Otherwise, the watchdog of a rank that has begun the call without comparing reads the announcement, and fails
+    the group.
     """
 
     def __init__(self, group: Group):
@@ -87,8 +88,8 @@ class ComparedSizes:
         self._group.compared_calls -= 1
 
     def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
-        """Compares the sizes of the next call between ranks, unless they equal those of the last call. Returns True for sizes that
-        no earlier call or `prepare` had. `shapes` is a key of the sizes."""
+        """Compares the sizes of the next call between ranks, unless the sizes and the variant equal those of the last call. Returns
+        True for sizes that no earlier call or `prepare` of this variant had. `shapes` is a key of the sizes."""
         last = self._last
         if last.variant is self and last.shapes == shapes:
             return False

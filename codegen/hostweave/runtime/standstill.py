@@ -1,6 +1,6 @@
 """Report of a hang: for each rank and stream, the last finished line, the first unfinished line, and the ranks for which this line waits.
 
-A rank's position is a list of `RankPosition`, one per program. `describe` combines those of all ranks.
+A rank's position is a list of `RankPosition`, one per program. `describe` combines the positions of all ranks.
 """
 
 import json
@@ -78,7 +78,7 @@ def from_json(text: str) -> list[RankPosition]:
 
 
 def describe(ranks: Sequence[list[RankPosition] | None]) -> list[str]:
-    """Lines of the report. None stands for a rank that does not answer."""
+    """Lines of the report. In `ranks`, None stands for a rank that does not answer."""
     lines = []
     for rank, positions in enumerate(ranks):
         if positions is None:
@@ -106,7 +106,7 @@ def _lines_of(position: RankPosition, rank: int, ranks: Sequence[list[RankPositi
 
 
 def _edge(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequence[list[RankPosition] | None]) -> str:
-    """Text about the event or the ranks for which an unfinished line waits."""
+    """State of an unfinished line, such as the event or the ranks for which the line waits."""
     edge, channel = stream["edge"], stream["channel"]
     if edge == "event":
         at_peer = stream["source"] == stream["next"]

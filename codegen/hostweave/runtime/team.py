@@ -51,7 +51,7 @@ class Timing:
 
 class Team:
     """Ranks of one group. Programs with equal targets and numbers of ranks share a team. A team whose group has failed is `broken`, and
-    must be replaced. The main thread must not use a team, because it handles signals (see `interruptibly`)."""
+    must be replaced. The main thread must not use a team, because the main thread handles signals (see `interruptibly`)."""
 
     def __init__(self, size: int):
         self._work: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in range(size)]
