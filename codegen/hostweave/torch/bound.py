@@ -64,7 +64,7 @@ class ProgramPart:
         self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in graph.donated}
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
-        self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank in the group; None if all ranks are in this process
+        self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank in the group; None without a group
         self.ranges: Ranges[ProgramPart] | None = None  # further parts, if sizes are unknown at compile time
 
     def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:

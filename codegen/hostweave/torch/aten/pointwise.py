@@ -100,7 +100,7 @@ for _name in ("atan2", "hypot", "gcd"):
 
 
 def _of_two(of_numbers: Callable[[Any, Any], Any], of_bools: Callable[[Any, Any], Any], skips_nan: bool) -> Callable[[Any, Any], Any]:
-    """Larger or smaller of two elements. With `skips_nan`, the result is NaN only if both are."""
+    """Maximum or minimum of two elements. With `skips_nan`, the result is NaN only if both elements are NaN."""
 
     def chosen(a: Any, b: Any) -> Any:
         a, b = (a, b) if isinstance(a, hw.Tensor) else (b, a)

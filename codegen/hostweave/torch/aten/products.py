@@ -142,7 +142,7 @@ def _of_gradients(scaling: str) -> DType:
 
 @aten("hostweave.scaled_product.default")
 def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: str) -> hw.Tensor:
-    """Gradient of the activations. With one scale per tensor, both passes share the quantised weight."""
+    """Gradient of the activations. With one scale per tensor, forward and backward share the quantised weight."""
     of_weight = _turned(_weight(weight.T, scaling)) if scaling == "tensor" else _weight(weight, scaling)
     return _scaled_rows(dy, of_weight, scaling, _of_gradients(scaling))
 

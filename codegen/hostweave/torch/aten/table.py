@@ -1,7 +1,7 @@
-"""Table of ATen ops as functions on tensors of a fusion, with one entry per op.
+"""Table of torch ops as functions on tensors of a fusion, with one entry per overload. Most are ATen ops.
 
-An entry takes a `Result`, then the arguments of the op, such as tensors of the fusion, numbers, lists and None. An entry casts operands to
-the dtype in which torch computes.
+An entry takes a `Result`, then the arguments of the op, such as tensors of the fusion, numbers, lists and None. An entry casts operands if
+torch computes in another dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
