@@ -74,7 +74,7 @@ def test_names_of_variables() -> None:
     """Values have the names of variables, also of variables in functions that the traced function calls. A variable may be assigned several
     times.
 
-    An argument keeps the name of its value in the caller.
+    An argument keeps the name of its value in the caller. A leading _ is dropped. A variable that is not ASCII, or only _, names no value.
     """
     fusion = trace(
         "def layer(h, w):\n    product = h @ w\n    gated = product * hw.sigmoid(product)\n    return gated\n"
