@@ -75,7 +75,7 @@ def test_kernels_that_are_folded_completely(name: str, dtype: str) -> None:
 STAY = {
     "the erf gelu": (ALONE, ["y = gelu(%h)"]),
     "another activation": (BIAS, ["a = add(%h, %b)", "y = silu(%a)"]),
-    "after the activation": (BIAS, ["a = relu(%h)", "y = add(%a, %b)"]),
+    "a bias after the activation": (BIAS, ["a = relu(%h)", "y = add(%a, %b)"]),
     "a factor after a sum": (BIAS, ["a = add(%h, %b)", "y = multiply(%a, 0.5)"]),
     "a divisor whose inverse is not exact": (ALONE, ["y = divide(%h, 3.0)"]),
     "a division by the product": (ALONE, ["y = divide(1.0, %h)"]),
@@ -186,7 +186,7 @@ LAUNCH = "launch @add_y %h, %b -> %y"
 BODIES = {
     "another instruction reads the product": f"matmul %x, %w -> %h\n{LAUNCH}\ncopy %h -> %z",
     "another instruction writes to the product": f"fill %h with 0.0\nmatmul %x, %w -> %h\n{LAUNCH}",
-    "the product is used before, in a loop": f"for %i in 0..2 {{\n{LAUNCH}\nmatmul %x, %w -> %h\n}}",
+    "the launch is before the matmul, in a loop": f"for %i in 0..2 {{\n{LAUNCH}\nmatmul %x, %w -> %h\n}}",
     "a loop uses the product": f"matmul %x, %w -> %h\nfor %i in 0..2 {{\n{LAUNCH}\n}}",
     "an operand of the matmul is overwritten": f"copy %x -> %z\nmatmul %z, %w -> %h\nfill %z with 0.0\n{LAUNCH}",
     "the streams fork between the matmul and the launch": f"matmul %x, %w -> %h\nfork ring\n{LAUNCH}\njoin ring",
@@ -212,6 +212,7 @@ def test_a_broadcast_row_is_not_folded() -> None:
 
 
 def test_batched_matmuls_fold_only_sums_and_factors() -> None:
+    """A batched matmul folds no bias, unless all matrices of x have the same weight."""
     head = "(%x: {t}[B, M, K], %w: {t}[B, K, N], %b: {t}[N], %r: {t}[B, M, N]) -> (%y: {t}[B, M, N]) mesh()"
     body = "%h = allocate {t}[B, M, N]\nmatmul %x, %w -> %h\n"
     type = "{t}[B, M, N]"
@@ -229,6 +230,7 @@ def test_batched_matmuls_fold_only_sums_and_factors() -> None:
 
 
 def test_f64_matmuls_fold_only_sums() -> None:
+    """An f64 matmul folds the addition of a matrix, but not of a bias."""
     body = "%h = allocate {t}[M, N]\nmatmul %x, %w -> %h\n"
     bias = host(ADD, body + "launch @add_y %h, %b -> %y", dtype="f64")
     assert folded(bias) == str(bias)
