@@ -1,4 +1,4 @@
-"""Functions for gather, scatter, dynamic slices, sorting, cumulative sums, any and all, changes of shape, and losses."""
+"""Functions for gather, scatter, dynamic slices, sorting, cumulative sums, any and all, changes of shape, and cross entropy."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
