@@ -1,4 +1,4 @@
-"""Uneven sizes that a program with symbolic sizes does not support. Instead, a variant runs in which these sizes are constants."""
+"""Uneven sizes. If a program with symbolic sizes does not support them, a variant runs in which these sizes are constants."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reshapes(mesh: hw.Mesh) -> Fusion:
 
 
 def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
-    """Slices and concats with sharded dims whose sizes are sums. These need no variant."""
+    """Slices and concats with sharded dims whose sizes are sums. This program needs no variant."""
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a", "K"], y=hw.f32["N", "K"], w=hw.f32["K", 4])
     def sums_of_sizes(x, y, w):  # type: ignore[no-untyped-def]
