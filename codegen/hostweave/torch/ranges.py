@@ -1,4 +1,4 @@
-"""Programs for ranges of dynamic sizes. A sequential program runs while these are compiled in the background."""
+"""Programs for ranges of dynamic sizes. A sequential program runs calls while such programs are compiled in the background."""
 
 import threading
 import warnings
@@ -34,7 +34,7 @@ class Ranges(Generic[P]):
             (name, i, dim.size.name, bool(dim.axes)) for name, of in types.items() for i, dim in enumerate(of.dims) if dim.size.name
         ]
         self._parts: dict[tuple[tuple[str, int], ...], Future[P | None]] = {}
-        self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, or -1 once all ranks use the part
+        self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, or -1 once all ranks have compiled
 
     def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
         """Part for these arguments, or None for the sequential program. Collective."""
