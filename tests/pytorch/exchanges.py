@@ -1,4 +1,4 @@
-"""Counts all-gathers and reduce-scatters in programs of modules."""
+"""Number of all-gathers minus number of reduce-scatters in programs of modules."""
 
 from collections.abc import Mapping
 

@@ -227,7 +227,7 @@ def test_buffers_that_forward_writes_to(ranks: int) -> None:
 
 
 class Pooled(nn.Module):
-    """Pooling creates constants named `x`. The argument and the result have the same name."""
+    """Pooling creates constants named `x`. The argument and the result are also named `x`."""
 
     def forward(self, x: Any) -> Any:
         x = F.adaptive_avg_pool1d(x.exp(), 3)

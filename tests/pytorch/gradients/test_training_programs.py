@@ -213,7 +213,7 @@ class Residuals(nn.Module):
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
-    """A loop calls all layers except the last. The loop of the backward pass has the reverse order. Saved values and results are arrays of
+    """A loop calls all layers except the last. The loop of the backward pass has the reverse order. Saved values and results are arrays in
     structs."""
     plan = {"layers.*.mlp.0.weight": "tp, -", "layers.*.mlp.0.bias": "tp", "layers.*.mlp.2.weight": "-, tp"}
     lines: set[tuple[int, ...]] = set()
