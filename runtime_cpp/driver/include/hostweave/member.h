@@ -99,9 +99,9 @@ class Member {
   // group.
   class Use {
    public:
-    // For work of this rank only, or of one process group.
+    // For work outside of runs, such as a capture or a new channel.
     explicit Use(Member& member);
-    // For work that all ranks of the group do together. Throws ExecutionError if the ranks were stopped.
+    // For runs, in which all ranks of the group work together. Throws ExecutionError if the ranks were stopped.
     Use(Member& member, const Schedule& schedule);
     ~Use();
     Use(Use&&) = delete;

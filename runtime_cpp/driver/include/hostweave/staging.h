@@ -38,11 +38,11 @@ class StagedCalls {
   // Allocates memory for these calls, and copies inputs from other GPUs. The arrays must have the prepared shapes. All
   // ranks prepare before any rank runs.
   void prepare(std::vector<Call> calls);
-  // Enqueues all calls, and waits until they are done. Copies inputs and outputs on the stream of the calls. With `poison`, fills
-  // outputs and temporaries with NaN before each call.
+  // Enqueues all calls, and waits until they are done. Copies inputs and outputs on the stream of the calls. With `poison`, sets
+  // all bytes of outputs and temporaries to 0xff before each call, which is NaN in floats.
   void run(const Schedule& schedule, bool poison);
   // Times `repetitions` repetitions of the first call, after `warmups` untimed repetitions. All ranks start each repetition
-  // except the first together. The times exclude copies of arrays.
+  // together, except the very first, timed or untimed. The times exclude copies of arrays.
   std::vector<Timing> measure(const Schedule& schedule, int warmups, int repetitions, Gate& gate);
 
  private:
