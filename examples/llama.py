@@ -89,7 +89,7 @@ def largest(x):
 
 
 def sampled(logits, temperature, top_p, seed, draw):
-    """Samples a token per row from the smallest set whose probabilities reach top_p. Bisection finds this set without a sort or gather."""
+    """Samples a token per row from the smallest set whose probabilities reach top_p. Bisection approximates this set without a sort."""
     V = int(logits.type.shape[-1])
 
     @hw.block(p=hw.f32[1, "B", f"{V}@tp"], low=hw.f32[1, "B", 1], high=hw.f32[1, "B", 1], top_p=hw.f32[()])
