@@ -39,7 +39,7 @@ MAX_CHARACTERS = 48  # most characters of all result names, if the name of a ker
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output. `type` is the global type.
+    """An input or output of a program, function or kernel. `type` is the global type, or the local type in a kernel.
 
     `memory` is the donated input whose memory the output reuses, or "". If `in_window`, peers can access the parameter.
     """
@@ -203,7 +203,7 @@ class HostProgram:
     events: tuple[Events, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     body: Body = ()
-    uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly: a rank holds `local(M, x)` of M, not `M/8`
+    uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly: a rank of 8 holds `local(M, x)` of M, not `M/8`
     functions: tuple[Function, ...] = ()  # callees precede callers
     user_kernels: tuple[UserKernel, ...] = ()
     choices: tuple[Choice, ...] = ()  # choices of the compiler for reshards
@@ -216,7 +216,7 @@ class HostProgram:
         return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        """Text of the program: kernels, functions and choices, then the body, with one instruction per line."""
+        """Text of the program: kernels, functions, choices, the header, and the body, with one instruction per line."""
         lines = [line for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel)]
         lines += [line for kernel in self.kernels for line in kernel.lines()]
         for f in self.functions:
@@ -262,7 +262,7 @@ class HostProgram:
 
     @analysis
     def depths(self) -> dict[str, int]:
-        """Number of tensors of each parameter group, by the name of the group's first dim."""
+        """Number of tensors of each parameter group whose first dim has a name, by this name."""
         grouped = ((p.type.shape[0].name, p.group) for p in (*self.inputs, *self.outputs) if p.group)
         return {name: len(group.names) for name, group in grouped if name}
 

@@ -13,9 +13,9 @@ SIGNAL_STATES = ("free", "ready", "read", "written")
 
 
 class OneSided(Communication):
-    """An access to the window of a peer, or a signal that orders such accesses. `peer` is an index in the process group.
+    """An access to the window of a peer, or a signal or wait that orders such accesses. `peer` is an index in the process group.
 
-    Each sender and receiver have their own counters. The n-th wait that a host issues for a counter waits for the n-th signal. Buffers
+    Each pair of sender and receiver has its own counters. The n-th wait that a host issues for a counter waits for the n-th signal. Buffers
     that peers access are in windows, at the same offset on all ranks.
     """
 

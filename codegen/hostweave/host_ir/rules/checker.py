@@ -217,7 +217,7 @@ class Checker:
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name only its ranks")
 
     def channel(self, i: ir.Communication) -> ir.Channel:
-        """Channel of a communication. Checks that its transport supports the communication, and that all executing ranks are in the
+        """Channel of a communication. Checks that the channel supports the communication, and that all executing ranks are in the
         channel."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
         if channel is None:

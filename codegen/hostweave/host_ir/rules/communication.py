@@ -60,7 +60,7 @@ def _has_block(c: Checker, i: ir.Communication, small: str, large: str, along: i
 
 
 def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
-    """Elements of this rank's block of a buffer whose dim `along` is split over the ranks."""
+    """Number of elements of this rank's block of a buffer whose dim `along` is split over the ranks."""
     shape, channel = c.types[name].shape, c.channel(i)
     if along >= len(shape):
         c.fail(f"%{name} is {c.types[name]}: it has no dim {along}")
