@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -68,6 +69,20 @@ def test_names_the_element_in_the_global_output() -> None:
     found = fault(fusion, changed(lower(fusion, Options()), from_next))
     assert "rank 0: the output" in found
     assert "(0, not" in found
+
+
+@pytest.mark.parametrize("is_selected", [lambda zero: zero - math.inf < math.inf, lambda zero: zero / zero != zero / zero])
+def test_comparisons_of_infinities_and_nans(is_selected: Callable[[hw.Tensor], hw.Tensor]) -> None:
+    """These comparisons are true in IEEE arithmetic. A program that computes the other result is wrong."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"], zero=hw.f32["M@x", "N"])
+    def selected(x: hw.Tensor, zero: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(hw.where(is_selected(zero * 0), x, 0.0), "M", "N")
+
+    host = lower(selected, Options())
+    assert not check(host, fusion=selected)
+    wrong = changed(host, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
+    assert "is not what the fusion computes" in fault(selected, wrong)
 
 
 def test_names_the_first_pass_with_another_result() -> None:

@@ -300,14 +300,14 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows. Numbers with equal elements count as equal if both or neither are finite: their shadows may differ by rounding."""
+    """Compares shadows. Finite numbers with equal elements count as equal: their shadows may differ by rounding."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:
         if not (is_float(x) or is_float(y)):
             return Exact(function(*values_of(x, y)))
         x, y = as_reals(x, y)
-        same = x.equals(y) & (np.isfinite(x.value) == np.isfinite(y.value))
+        same = x.equals(y) & np.isfinite(x.value) & np.isfinite(y.value)
         return Exact(function(x.value, y.value) & ~same if is_strict else function(x.value, y.value) | same)
 
     return compared
