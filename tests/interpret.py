@@ -83,7 +83,7 @@ def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array
     return np.asarray(array).shape
 
 
-# Execution of a rank. A rank yields a communication while this communication waits for other ranks.
+# Execution of a rank. While a communication waits for other ranks, its rank yields this communication.
 Turns = Generator[Operation, None, None]
 
 
@@ -105,7 +105,7 @@ def _take_turns(ranks: list[Turns]) -> None:
 
 @dataclass(frozen=True)
 class _World:
-    """State that ranks share. When a rank reaches a communication, it stores the data that it sends, or None, in `posted`."""
+    """State that ranks share. `posted` maps each posted communication to the data that it sends, or to None."""
 
     instances: Instances
     met: dict[Operation, MatchedCommunications]
@@ -130,7 +130,7 @@ class _Rank:
         return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[root])
 
     def result(self, p: ir.Parameter) -> Array:
-        """Copies an output. In donated memory, the output may have the dims of the input in another order."""
+        """Copies an output. The input whose memory the output reuses may have another shape."""
         shape = [size.bind(self.sizes) for size in self.world.instances.program.local_type(p).shape]
         return self.whole(p.memory or p.name).reshape(shape).copy()
 
