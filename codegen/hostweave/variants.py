@@ -73,7 +73,7 @@ class Variants(Generic[R]):
         """The program with constants in place of the sizes that `undivided` finds. None if it finds no sizes, or if
         `Compiled.at_sizes` returns None.
 
-        `owner` is a group, or the runner of `Program.run`. Each owner keeps the variants for its last few sizes. All ranks of a group make
+        `owner` is a group, or the runner of `Program.run`. Each owner keeps `MOST_PER_GROUP` recent variants. All ranks of a group make
         the same calls, so they keep the same variants. A dropped variant is freed when no call or captured call uses it.
         """
         divided = are_divided(self._compiled.host, sizes)
