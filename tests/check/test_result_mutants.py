@@ -74,14 +74,14 @@ def test_sums_in_the_check_have_more_than_one_element() -> None:
 
 
 def test_integers_reduced_by_xor_have_many_bits() -> None:
-    """For a program with many elements, the check uses only one set of inputs. This set must distinguish xor from or."""
+    """For a program with very many elements, the check uses only one set of inputs. This set must distinguish xor from or."""
     subject = Subject("permutes", exchange_fusions(8)["permutes"])
     found = [made for kind, where, made in mutants(subject.host) if kind == "another op" and "reduce_xor" in where]
     assert [subject.judge(made) for made in found] == [CAUGHT, CAUGHT]
 
 
 def test_each_input_is_tried_with_both_signs() -> None:
-    """Each element has opposite signs in the first two sets of inputs. If `abs` is missing or replaced by a negation, the result is wrong
+    """Each float has opposite signs in the first two sets of inputs. If `abs` is missing or replaced by a negation, the result is wrong
     for one sign."""
     fusion = hw.fusion(x=hw.f32[()], y=hw.f32["M"])(lambda x, y: -x * y)
     for values in random_inputs(fusion, {"M": 40}, 3, RANDOM_EXP, {}).values():
