@@ -85,7 +85,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_only_one_function_imports_optional_packages() -> None:
-    """There are two exceptions: `hostweave.torch` imports PyTorch, and jax_ffi.py imports jaxlib."""
+    """There are two exceptions: `hostweave.torch` imports PyTorch and transformers, and jax_ffi.py imports jaxlib."""
     others = {EXAMPLES, BENCHMARKS, RUNTIME, PACKAGE / "torch"}
     files = [path for path in PACKAGE.rglob("*.py") if not others & {*path.parents}]
     assert len(files) > 100

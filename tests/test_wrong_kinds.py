@@ -52,7 +52,7 @@ def named_in_the_reference() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def public() -> Iterator[dict[str, Callable[..., Any]]]:
-    """Public functions that do not return a Tensor, public classes, and methods of objects."""
+    """Public functions that do not return a Tensor, public classes, and methods of objects and tensors."""
     fusion = hw.fusion(x=hw.f32["M", "K"])(lambda x: x + 1)
     program, group = hw.compile(fusion), hw.init(group="of wrong kinds")
     objects = (MESH, TYPE, hw.f32, H200, fusion, program, group, hw.Threads(1), program.capture(X, group=group))
