@@ -228,7 +228,7 @@ for op in [op for op in SPECIAL if len(op._schema.arguments) == 1]:
     if op in DERIVED and op not in (aten.special_ndtri.default, aten.special_erfcx.default):
         case(op, POINTS.bfloat16())
 for order in range(4):
-    case(aten.polygamma.default, order, POINTS[[0, 3, 5, 7, 8, 9, 10]])  # torch differs at negative poles and infinities.
+    case(aten.polygamma.default, order, POINTS[[0, 3, 5, 7, 8, 9, 10]])  # The rule differs from torch at negative poles and infinities.
 # torch gives NaN for infinities at degrees above 2, and may give uninitialised values for NaN.
 for op in [op for op in COMPOSED if "chebyshev" in str(op)]:
     for n in (-2, -1, 0, 1, 2, 3, 5, 7):
