@@ -137,7 +137,7 @@ struct WindowArena::Windows {
     return memory_.registered[found - channels_.begin()];
   }
 
-  // Peers no longer access `memory`, because earlier calls have waited for the last signals of the peers.
+  // Earlier calls enqueued waits for the last signals of the peers. After these waits, peers no longer access `memory`.
   void release(Memory memory) const {
     if (!memory.data || is_aborted()) return;
     HW_CHECK(cudaDeviceSynchronize());
