@@ -1,4 +1,4 @@
-"""Output of commands. A mistake gives one line on stderr and status 1. Usage errors of argparse have status 2."""
+"""Output of commands. A mistake gives one line on stderr and status 1."""
 
 from __future__ import annotations
 

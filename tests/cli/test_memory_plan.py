@@ -97,7 +97,7 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
 
 def test_a_buffer_without_a_gap_is_placed_first() -> None:
     """For these sizes, no placement in order of size, area or time reaches the lower bound. So the planner moves the buffer
-    with the highest end to the front of the order."""
+    that ends at the highest address to the front of the order, and places the buffers again."""
     events, before = ArenaEvents(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:
@@ -111,7 +111,7 @@ def test_a_buffer_without_a_gap_is_placed_first() -> None:
 
 def test_no_two_in_use_at_once_overlap() -> None:
     """The events are random sequences of allocate, free, reallocate and join. The planner's lower bound is the largest number of live
-    bytes."""
+    bytes, where the size of each buffer is rounded up to a multiple of 256."""
     for seed in range(200):
         random = Random(seed)
         events, buffers, groups = ArenaEvents(), list[Buffer](), list[tuple[slice, str | None]]()

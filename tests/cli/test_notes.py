@@ -1,5 +1,5 @@
-"""`hostweave inspect` prints a note for each large pack, and for each large gather that the program does not request. A note names the
-line."""
+"""`hostweave inspect` prints a note for each large copy to contiguous memory (pack), and for each large gather that the program does not
+request. A note names the line."""
 
 from __future__ import annotations
 
