@@ -8,7 +8,7 @@ separate kernel does the collective.
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The kernels of the ranks write to the memory of their peers, which takes less time than NCCL's collective. A kernel that computes the
+The kernels of the ranks write to the memory of their peers, which takes less time than a library's collective. A kernel that computes the
 operand of a reduce_scatter can store each block in the memory of the rank that receives the block.
 
 A kernel occupies the device while it waits for other ranks. Programs that communicate on separate streams therefore keep their collectives.
