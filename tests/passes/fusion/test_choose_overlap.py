@@ -17,7 +17,8 @@ SCATTER = (
     "%h: f32[M, N] partial(sum, x) = matmul(%x, %w)\n%y: f32[M@x, N] stream({}) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)",
 )
 
-# For each case: a program, its stream as text, the header of the loop that the pass makes, and the streams of both values after the pass.
+# For each case: a program, the arguments of its stream, the header of the loop that the pass makes, and the streams of the program's two
+# values after the pass.
 STATED = [
     (GATHER, "M, 8", "8 chunks by_shard local_first", "M, p2p", "M"),
     (GATHER, "M, 16", "16 chunks by_shard local_first", "M, p2p", "M"),
