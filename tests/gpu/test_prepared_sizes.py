@@ -1,4 +1,4 @@
-"""After `prepare` of a bound program on a GPU, calls with varying sizes take no more memory of the GPU or the host."""
+"""After `prepare` of a bound program on GPUs, calls with varying sizes take no more memory of the GPUs or the host."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# (M, K, N). Only for M up to 16, kernels for few rows are used. These kernels have 256 or 512 threads per block. K may be smaller than one
+# (M, K, N). Kernels for few rows support M up to 16. These kernels have 256 or 512 threads per block. K may be smaller than one
 # step of all warps.
 SIZES = [(1, 4096, 512), (4, 128, 128), (5, 3584, 4096), (8, 4096, 28672), (9, 14336, 4096), (13, 128, 256)]
 SIZES += [(16, 1792, 256), (17, 8192, 1280), (256, 128, 128), (2048, 3584, 8192)]

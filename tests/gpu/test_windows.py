@@ -64,7 +64,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_match_numpy(name: str, ranks: int, transport: str) -> None:
-    """Communication outside of loops, with growing memory, several consecutive calls, and blocks of two sizes, one of which may be 0."""
+    """Communication outside of loops, with growing memory, several calls in flight, and blocks of two sizes, one of which may be 0."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     if fusion.mesh.size == 1:
         pytest.skip("one rank has no peer")
