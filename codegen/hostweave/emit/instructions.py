@@ -114,7 +114,7 @@ class Emitter:
     def instruction(self, i: tree.Instruction, last: bool) -> str:
         text = method_of(type(i))(self, i)
         opens_group = i.grouped and not self.in_group
-        if opens_group:  # A send or recv outside of a Group gets its own group.
+        if opens_group:  # Outside of a Group, an instruction that posts several sends or recvs gets its own group.
             text = lay_out("Group", self.transport(i).template, body=text)
         declares = tree.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
