@@ -1,4 +1,4 @@
-"""The pass regroup_pointwise: pointwise ops between reshapes fuse with the kernels on the other side of the reshapes."""
+"""The pass regroup_pointwise: pointwise ops next to reshapes fuse with the kernels on the other side of the reshapes."""
 
 from __future__ import annotations
 
