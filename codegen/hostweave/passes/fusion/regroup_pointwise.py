@@ -51,7 +51,7 @@ class _Groups:
         self.changed: set[str] = set()  # groups that move, and views of their operands and results
 
     def moved(self, op: Op) -> _Group | None:
-        """Group of an op, with its new shape. None if the group does not move now, or was examined before."""
+        """Group of an op, with its new shape. None if the op is not pointwise, or the group does not move now or was examined before."""
         if op.result.name in self.seen or not is_pointwise(op):
             return None
         names, have = self.connected(op), op.result.type.shape
@@ -66,7 +66,7 @@ class _Groups:
         return None
 
     def shapes_beside(self, names: set[str], have: Shape) -> Iterator[Shape]:
-        """Shapes of kernels that compute operands of a group before a reshape, or read its values after a reshape."""
+        """Shapes of kernels that compute operands of a group before a reshape, or read values of the group after a reshape."""
         reshapes = {op.result.name for name in names for op in self.beside(name) if op.kind == "reshape"}
         for result in sorted(reshapes, key=self.numbers.__getitem__):
             (source,) = self.made[result].tensors

@@ -99,7 +99,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """Value before an inserted reshard on the same mesh. Otherwise the value itself."""
+        """Operand of the inserted reshard that computes a value, if both have the same mesh. Otherwise the value itself."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name

@@ -33,7 +33,7 @@ def copy_updated(program: ir.HostProgram, options: Options) -> ir.HostProgram:
                     apart[number] = claim_unique(f"{there}_as_given", taken)
                     views.append(ir.Reshape(apart[number], there, shape, location=i.location))
                 copy, mesh = ir.Copy(read[number], apart[number], location=i.location), outputs[at].type.mesh if outputs else None
-                copies.append(ir.OnMesh(mesh, (copy,), location=i.location) if mesh else copy)  # These ranks run the update.
+                copies.append(ir.OnMesh(mesh, (copy,), location=i.location) if mesh else copy)  # Only ranks of `mesh` run the update.
         return (*views, *copies, tree.with_names_at(i, apart, "read")) if apart else None
 
     return replaced(program, body=tree.rewrite(program.body, rule))

@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-Also replaces loops of one iteration by their bodies, and `choose` views with known conditions by the chosen buffers. Removes views, buffers
-and indices that are then unused. Merges consecutive bodies with the same condition or on the same stream.
+Also replaces loops of one iteration by their bodies, and `choose` views with known conditions by the chosen buffers. Removes views,
+buffers, indices, events and channels that are then unused. Merges consecutive bodies with the same condition or on the same stream.
 """
 
 from dataclasses import replace

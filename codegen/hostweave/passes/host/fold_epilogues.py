@@ -81,7 +81,7 @@ class _Matmuls:
         return maker, matmul
 
     def folded_into(self, place: Place, matmul: ir.Matmul, made: str, launch: ir.Launch) -> _Folded | None:
-        """Folds as many ops of a launch as possible into the matmul of the operand `made`. None if this is impossible or saves nothing."""
+        """Folds the ops of a launch into the matmul of the operand `made`, up to the first written value. None if impossible."""
         kernel = self.kernels[launch.kernel]
         buffers = {p.name: src for src, p in zip(launch.srcs, kernel.inputs, strict=True)}
         targets = {result.name: dst for dst, result in zip(launch.dsts, kernel.results, strict=True)}
