@@ -13,8 +13,7 @@ becomes
     %y_divide: f32[2@cp, H, S] = %y_weights / maximum(%y_sums, 1.0)
     %y: bf16[H, S, 64] = astype(sum(where(%y_divide > 0, %y_divide * astype(%y_blocks), 0)))
 
-In the IR, a line with several ops is one line per op. The reshard gathers the log-sum-exps. The last sum is in f32, and partial over the
-ranks.
+The IR has a separate line for each op. The reshard gathers the log-sum-exps. The last sum is in f32, and partial over the ranks.
 """
 
 from collections.abc import Callable
