@@ -355,6 +355,7 @@ class Program:
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:
         """Measures `repetitions` calls on every rank, after `warmups` unmeasured calls. All ranks start each call at the same time.
+        On CUDA, the first of all calls is an exception: its time includes launch overhead. So `warmups` should be at least 1.
 
         Returns for each rank a list with a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
