@@ -42,7 +42,7 @@ def main() -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(options.folder) if options.folder else small()
     module = module.to(device).eval()
     module.config.use_cache = False
-    length = 64  # prompt and continuation, padded to a fixed length; attention is causal
+    length = max(64, options.tokens + 1)  # prompt and continuation, padded to a fixed length; attention is causal
     ids = torch.zeros(1, length, dtype=torch.long, device=device)
     model = hostweave.torch.compile(module, hw.Mesh(tp=options.tp), PLAN if options.tp > 1 else {}, {"input_ids": ids})
     if options.source:

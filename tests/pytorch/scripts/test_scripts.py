@@ -111,8 +111,8 @@ def test_processes_train_as_torchtitan_prepares(place: str, tmp_path: Path) -> N
 
 @everywhere
 def test_the_llama_of_the_examples(place: str, tmp_path: Path) -> None:
-    (tokens,) = alone(place, 2, tmp_path, EXAMPLES / "torch_llama.py", "--tp", "2", "--tokens", "3")
-    assert re.fullmatch(r"(\d+ ){3}", tokens)
+    (tokens,) = alone(place, 2, tmp_path, EXAMPLES / "torch_llama.py", "--tp", "2", "--tokens", "64")
+    assert re.fullmatch(r"(\d+ ){64}", tokens)
 
 
 @everywhere
