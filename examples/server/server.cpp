@@ -141,6 +141,8 @@ class Server {
     const auto shapes = hidden_.prepare({.x = x_->tensor, .up = up_->tensor});  // before the first run
     h_.emplace(device, shapes.y);
     y_.emplace(device, project_.prepare({.h = h_->tensor, .down = down_->tensor}).y);
+    // This collective waits until all ranks have prepared both programs.
+    world.join("prepared", "", hw::Transport::two_sided, hw::World::kNone, 0, world.rank().size());
     run();  // warm-up before the capture
     HW_CHECK(cudaStreamSynchronize(first_));
 
