@@ -57,7 +57,7 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 
     Shardings propagate as for `matmul`; a scale is sharded like its operand. The operands should be contiguous along K, as in
     `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Other operands are copied first. If cuBLASLt does not support the matmul, slower ops
-    compute it, and `Program.explain` says so. K and N must be multiples of 16, unless they are ints.
+    compute it, and `Program.explain` says so. If K or N is symbolic, its local size must be a multiple of 16.
 
     Raises ProgramError for other dtypes and shapes.
 
@@ -119,9 +119,9 @@ def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | N
 @checked
 def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Selects elements of `a` where the bool `condition` is true, and elements of `b` elsewhere. Dims broadcast; a and b have the same
-    dtype. At most one of them is a number.
+    dtype. At most one of them is a Python number, unless both are bools.
 
-    Raises ProgramError if both are numbers other than bools.
+    Raises ProgramError for two other numbers.
 
     Example: `hw.where(x > 0, x, 0.01 * x)`.
     """
@@ -259,7 +259,7 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
     """Index (i64) of the largest element along one dim, or in the flattened tensor if `axis` is None. Returns the first index if several
     elements are the largest. A NaN counts as the largest.
 
-    A sharded reduced dim is gathered first. With `keepdims`, each reduced dim stays, with one element.
+    A sharded reduced dim is gathered first. With `keepdims`, each reduced dim stays as a dim of one element.
 
     Example: `x: bf16[M, V]` gives `i64[M]` by `hw.argmax(x, axis=-1)`.
     """
@@ -292,7 +292,7 @@ def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
 def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     """Reshapes x: the same elements in row-major order, with new dims.
 
-    Each dim is an int, a name, or a size such as `M/8`. The dims may also be one tuple. One dim may be -1, and is then inferred.
+    Each dim is an int, a name, or a size such as `M/8`. The dims may also be one tuple or list. One dim may be -1, and is then inferred.
 
     The result is a view if the memory layout allows it. A dim keeps its sharding if the dim does not change, or if it is the outermost of
     the dims that are merged or split. Other sharded dims are gathered, unless the blocks of the ranks are also blocks of the result:
