@@ -196,7 +196,7 @@ class Loops:
 
     def divided(self) -> list[Size]:
         """Sizes that the vector width must divide: the vectorised dim, the bounds of operands of concats and pads along this dim, and
-        strides of other dims and of fibers."""
+        the other strides of accesses that are contiguous along it."""
         packed = [access for access in self.memory if access in self.packed]
         rows = [self.stride(access, dim) for dim in self.dims if dim != self.along for access in packed]
         jumps = [fiber.stride for access, fiber in self.fibers.items() if access in self.packed]

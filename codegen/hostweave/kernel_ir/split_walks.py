@@ -10,7 +10,7 @@ becomes
     walk 2: store %y
 
 An additional last walk stores results that vary along a reduced dim. If there is only one walk, and these results do not depend on its
-reductions, this walk stores them. Values that several walks need are computed in each of these walks.
+reductions, this walk stores them. Each walk computes the values that it needs, unless `hold_rows` holds them.
 """
 
 from collections.abc import Sequence
