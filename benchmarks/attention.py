@@ -73,7 +73,7 @@ def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], grou
         call()
         wanted = theirs()
         for got, want in zip(results, wanted if name == "backward" else (wanted,), strict=True):
-            repeated = want.numel() // got.numel()  # of each head of k and v
+            repeated = want.numel() // got.numel()  # repetitions of each head of k and v
             want = want.permute(2, 0, 1, 3).unflatten(2, (-1, repeated)).sum(3).reshape(got.shape)
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
         timed = _times((call, theirs), CALLS[rows])
