@@ -1,4 +1,4 @@
-"""Builds of modules from sources: cache hits, messages of failed builds, and sources that users have edited."""
+"""Builds of modules from sources: cache hits, failed builds, edited sources, and the requirements that `doctor` reports."""
 
 import ctypes
 import os

@@ -96,7 +96,7 @@ def test_a_compiler_that_leaves_a_server_behind(tmp_path: Path) -> None:
 BUILDS = """
 import signal
 import hostweave as hw
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT
 @hw.fusion(x=hw.f32["M"])
 def twice(x):
     return x + x
