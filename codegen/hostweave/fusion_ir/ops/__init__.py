@@ -30,8 +30,8 @@ TO_OTHER_MESHES = tuple(kind for kind, op in OPS.items() if op.to_other_mesh)
 
 
 def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """Types of all operands. A number has no dims, and the dtype of the last tensor operand. Raises ProgramError if there is no tensor, or
-    if the dtype cannot represent a number."""
+    """Types of all operands. A number has no dims, and the dtype of the last tensor operand. Raises ProgramError if all operands are
+    numbers, or if the dtype cannot represent a number."""
     tensors = [types[name] for name in op.tensors]
     if not op.operands and OPS[op.kind].arity == 0:
         return ()
@@ -67,7 +67,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """Mesh of a result: stated for calls, reshards and ops without operands, otherwise that of the operands."""
+    """Mesh of a result: stated for calls, `reshard`, moves and ops without tensors, otherwise that of the operands."""
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:
