@@ -21,7 +21,7 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 # Levels of strictness. "input" is for traced fusions. Each further level adds rules that hold after the pass of this name.
 LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 
-# Examples of required attributes, for error messages.
+# Example values of required attributes by type, for error messages.
 EXAMPLES = {tuple: "(0,)", int: "0", float: "0.5", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
 
 

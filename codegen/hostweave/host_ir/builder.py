@@ -75,7 +75,7 @@ class Builder:
         scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
 
     def issued(self) -> Iterator[tree.Instruction]:
-        """Instructions of the current body that do work at run time, latest first."""
+        """Instructions of the current body that do more than define a name, latest first."""
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
