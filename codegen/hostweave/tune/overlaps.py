@@ -197,7 +197,7 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """True if the option `transport` is "auto", and ranks can use peer memory, which requires sizes that divide evenly."""
+    """True if the option `transport` is "auto", and ranks can use peer memory. All tensors must be on all ranks and divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 

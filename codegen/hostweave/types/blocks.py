@@ -14,8 +14,8 @@ from hostweave.types.tensor import TensorType
 
 @dataclass(frozen=True)
 class Cut:
-    """A local dim of size `size`, cut into `blocks` blocks. Text: `4 of M`. If the size depends on the rank, blocks end where shards would
-    end if `blocks` ranks split the global dim."""
+    """A local dim of size `size`, cut into `blocks` blocks. Text: `4 of M`. If the size depends on the rank, blocks end at the ends of the
+    shards that the global dim has on `blocks` ranks."""
 
     blocks: int
     size: Size
