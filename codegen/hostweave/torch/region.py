@@ -31,7 +31,7 @@ from hostweave.types.mesh import Mesh
 
 @dataclass
 class ModelPart:
-    """A part of a model between two graph breaks, for `explain`. `why` is the reason if the part runs eagerly."""
+    """A part of a model between graph breaks or unsupported ops, for `explain`. `why` is the reason if the part runs eagerly."""
 
     nodes: list[Node]
     returned: list[tuple[str, int]] = field(default_factory=list)  # (name, bytes) of the values that leave the program
@@ -129,8 +129,8 @@ class Region:
         return int(given[number])
 
     def _program(self, given: Sequence[Any], examples: _Examples) -> CompiledModule:
-        """Program for these parameters, buffers, numbers, fixed shapes and grad mode. Dynamo uses one graph for several modules of a
-        class."""
+        """Program for these parameters, buffers, numbers, fixed shapes and grad mode. The key has the parameters, because Dynamo
+        uses one graph for several modules of a class."""
         key = (*(id(one) for node, one in zip(self._places, given, strict=True) if node.name in self._held), *examples.fixed)
         with self._lock:
             if key not in self._programs:

@@ -2,7 +2,7 @@
 
 Dynamo passes each graph between two graph breaks to `Backend`. The graph becomes a module on global tensors, which is compiled like other
 modules. Its shardings are the placements of DTensors, and those that a plan states for plain tensors. Unsupported ops split a graph
-further, and run eagerly on the results of the program before them.
+further, and run eagerly between the programs.
 """
 
 import operator

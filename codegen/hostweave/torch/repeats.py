@@ -1,5 +1,5 @@
-"""Traces equal layers once. torch.export traces the first layer, and records each later one as one op. After decomposition, a copy of the
-first layer's nodes replaces this op.
+"""Traces equal layers once. torch.export traces the first layer, and records each later layer as one op. After decomposition, a copy of
+the first layer's nodes replaces each such op.
 
 Two modules of a list are equal if they have the same structure, and equal values of all attributes that the first module reads. Their
 indices in a cache may differ. Both must be called with equal arguments, in the same grad and autocast modes. The values of parameters,
@@ -111,7 +111,7 @@ class Repeats:
             if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
         }
         self._firsts: dict[str, list[_First]] = {}  # by path of the list of modules
-        self._traced: list[Traced] = []  # keeps them alive, because `_traced` has weak references
+        self._traced: list[Traced] = []  # strong references; those of the global `_traced` are weak
         self._is_inside = self.has_indices = False
 
     @contextmanager
