@@ -70,9 +70,8 @@ class ShardingRule:
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     """Derives the sharding rule of an op. `mesh` is the mesh of the program.
 
-    If a mesh axis splits dims of different labels, a label of the result takes precedence over a reduced label. Among labels of
-    the result, earlier operands take precedence, or later operands if the op has `last_is_first`. Among reduced labels, earlier operands
-    do.
+    If a mesh axis splits dims of different labels, a label of the result takes precedence over a reduced label. Among labels of the result,
+    earlier operands take precedence, or later operands if the op has `last_is_first`. Among reduced labels, earlier operands do.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)

@@ -177,8 +177,7 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a plain value. None if a leaf is another
-    object."""
+    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a plain value. None if a leaf is another object."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 

@@ -89,8 +89,7 @@ def _block(op: Op, body: Fusion) -> BufferType:
 
 
 def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
-    """True if a kernel may do a collective: a sum or gather of small or unknown size, outside of chunk loops, on the program's
-    mesh."""
+    """True if a kernel may do a collective: a sum or gather of small or unknown size, outside of chunk loops, on the program's mesh."""
     if op.kind not in KINDS or op.result.type.mesh or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
     block = _block(op, body)

@@ -4,9 +4,8 @@
     launch @negative_t %x -> %t    becomes    %h = slice %x[1: 4 from 4]
     copy %h -> %y                             copy %h -> %y
 
-Loop-invariant views move before the loop and the fork of its streams, unless they are in a branch, or the number of iterations is
-symbolic. If several instructions of a body contain equal views, and one of the views is unconditional, one view before these instructions
-remains.
+Loop-invariant views move before the loop and the fork of its streams, unless they are in a branch, or the number of iterations is symbolic.
+If several instructions of a body contain equal views, and one of the views is unconditional, one view before these instructions remains.
 """
 
 from collections.abc import Iterator, Sequence

@@ -27,9 +27,8 @@ class Buffers:
         self.chunks: dict[str, str] = {}  # result of a view op in a loop -> view of the current chunk
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps inputs, and outputs that ops write, to their parameters. Other views, and inputs that are returned, are copied
-        later. So is a result in donated memory, because other ops may still read this memory. `reuse_in_place` later removes such copies if
-        possible."""
+        """Maps inputs, and outputs that ops write, to their parameters. Other views, and inputs that are returned, are copied later. So is
+        a result in donated memory, because other ops may still read this memory. `reuse_in_place` later removes such copies if possible."""
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.made.items() if not self.flow.is_view(op)} | inverse_view
         self.by_value |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written and not p.memory}
