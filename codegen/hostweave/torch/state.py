@@ -131,7 +131,7 @@ def is_same(one: Any, other: Any) -> bool:
         return bool(one == other)
     if isinstance(one, dict):
         return list(one) == list(other) and all(map(is_same, one.values(), other.values()))
-    return type(one) in NUMBERS and bool(one == other or one != one)
+    return type(one) in NUMBERS and (one == other or (one != one and other != other))
 
 
 NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -109,11 +109,11 @@ class Changing(nn.Module):
         super().__init__()
         self.scale, self.linear, self.dropout = 2.0, nn.Linear(8, 8), nn.Dropout()
         self.config = config or SimpleNamespace(shift=1.0, parts={"bias": 1})
-        self.rows = ([0.0],)
+        self.rows, self.threshold = ([0.0],), math.nan
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dropout(self.linear(x)) * self.scale + self.config.shift * self.config.parts["bias"] + self.rows[0][0]
-        return y + 1 if self.flag else y
+        return y + 1 if self.flag or self.threshold > 0 else y
 
 
 def _forward(module: Any) -> None:
@@ -133,6 +133,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "config": (lambda m: setattr(m.config, "shift", 2.0), "'shift' of SimpleNamespace that forward reads was changed after compilation"),
     "dict": (lambda m: m.config.parts.update(bias=2), "'bias' of a dict that forward reads was changed after compilation"),
     "list in a tuple": (lambda m: m.rows[0].append(1.0), "a list that forward reads was changed after compilation"),
+    "number for NaN": (lambda m: setattr(m, "threshold", 2.0), "threshold is 2.0, and was nan at compile time"),
     "object": (lambda m: setattr(m, "config", SimpleNamespace(shift=2.0, parts={"bias": 1})), "config was changed after compilation"),
     "mode of a part": (lambda m: m.dropout.train(), "dropout.training is True, and was False at compile time"),
 }
