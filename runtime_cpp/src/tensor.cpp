@@ -98,8 +98,8 @@ void expect_divisible(const char* name, int64_t size, int64_t divisor) {
 
 void expect_room(const char* difference, int64_t size) {
   if (size >= 0) return;
-  throw ArgumentError(std::string(difference) + " = " + std::to_string(size) + ": a slice exceeds its dim; pass at least " +
-                      std::to_string(-size) + " more, or slice less");
+  throw ArgumentError(std::string(difference) + " = " + std::to_string(size) +
+                      ": a slice or an index exceeds its dim; pass at least " + std::to_string(-size) + " more, or take less");
 }
 
 void expect_elements(const char* reduction, const char* size_name, int64_t size) {

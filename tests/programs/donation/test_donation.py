@@ -210,7 +210,7 @@ def test_results_are_in_donated_inputs(ranks: int) -> None:
 def test_an_update_longer_than_its_dim_is_refused() -> None:
     v = arrays(0, 0)
     v["row"] = np.zeros((SIZES["S"] + 1, SIZES["D"]), np.float32)
-    with pytest.raises(ArgumentError, match="S - T = -1: a slice exceeds its dim; pass at least 1 more, or slice less"):
+    with pytest.raises(ArgumentError, match="S - T = -1: a slice or an index exceeds its dim; pass at least 1 more, or take less"):
         program(1).run(**v)
 
 

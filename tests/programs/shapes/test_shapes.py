@@ -125,9 +125,10 @@ def test_a_slice_is_a_view_and_operands_of_a_concat_are_computed_in_place() -> N
 
 
 TOO_SMALL = [
-    (lambda x: x[2:5], 4, "M - 5 = -1: a slice exceeds its dim; pass at least 1 more, or slice less"),
-    (lambda x: x[-3:], 1, "M - 3 = -2: a slice exceeds its dim; pass at least 2 more, or slice less"),
-    (lambda x: x[3:], 2, "M - 3 = -1: a slice exceeds its dim; pass at least 1 more, or slice less"),
+    (lambda x: x[2:5], 4, "M - 5 = -1: a slice or an index exceeds its dim; pass at least 1 more, or take less"),
+    (lambda x: x[-3:], 1, "M - 3 = -2: a slice or an index exceeds its dim; pass at least 2 more, or take less"),
+    (lambda x: x[3], 2, "M - 4 = -2: a slice or an index exceeds its dim; pass at least 2 more, or take less"),
+    (lambda x: x[3:], 2, "M - 3 = -1: a slice or an index exceeds its dim; pass at least 1 more, or take less"),
     (lambda x: x[::2], 3, "output y: M/2: 2 does not divide 3; pass a size that is divisible"),
 ]
 
