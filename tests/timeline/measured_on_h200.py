@@ -28,8 +28,8 @@ REDUCE = {(8192, 3584, 8192): 1.339, (2048, 1024, 8192): 0.260, (128, 3584, 8192
 
 PIPELINE = {2: 1.484, 8: 2.68}  # number of ranks -> milliseconds of a gather of 8192 x 8192, with a matmul with 7168 columns
 
-# 2 H200, from docs/performance.md: number of chunks of the chosen put loop (0 for no loop), milliseconds of this choice, and milliseconds
-# of the sequential program.
+# 2 H200, from docs/performance.md: number of chunks of the put loop that was chosen then (0 for no loop), milliseconds of this choice, and
+# milliseconds of the sequential program.
 GATHER_OF_TWO = {
     (8192, 8192, 7168): (2, 1.229, 1.511),
     (8192, 8192, 1280): (4, 0.278, 0.508),

@@ -161,7 +161,7 @@ def _check_fibers(kernel: Kernel, fibers: dict[str, int], walked: set[DimOfValue
 
     - an op on whole fibers shares the kernel with other ops, except the iota of a scatter
     - a loop iterates over a dim of `fibers`
-    - a value in `fibers` is neither an input, nor the result of an op on whole fibers, nor an iota that is not a result of the kernel
+    - `fibers` has a value other than inputs, results of ops on whole fibers, and iotas that the kernel does not return
     """
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].fiber}
     for name, operands in whole.items():
@@ -301,8 +301,8 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     """True if a result may share memory with an input. The last read of element i of the input must precede the write of element i of the
     result.
 
-    A reduction finishes its reads before the kernel writes. If the result has only the kept dims, one thread writes an element, and no
-    other thread may read the input.
+    A reduction finishes its reads before the kernel writes. If the result has only the kept dims, other threads may still read while one
+    thread writes an element. So inputs that several threads read are excluded.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # Any thread may send any element of the operand.

@@ -67,7 +67,7 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """The first complete CUDA version on this machine, or the first one if none is complete."""
+    """The first complete CUDA version on this machine. If none is complete, the first one, or the default version."""
     roots = _roots()
     majors = {root: _major_of(root) for root in roots}
     majors_to_try = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)

@@ -126,7 +126,7 @@ class KernelFacts:
         return self.loops.integers.factor(self.fiber_size(name))
 
     def first_row(self, rows: str) -> str:
-        """C++ for the index of this rank's first row. Empty if this is 0."""
+        """C++ for the first of the indices `rows` that this rank holds. Empty if this index is 0."""
         if rows in self.pointers:
             return f"hw::first({self.pointers[rows]}, {self.size_of_fiber(rows)})"
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
@@ -167,7 +167,7 @@ class KernelFacts:
         return tuple(self.ir.own(dim.size) for dim in dims), tuple(self.ir.own(dim.strides[0]) for dim in dims)
 
     def elements(self, name: str) -> str:
-        """Local variable that holds a vector of elements of an input."""
+        """Local variable that holds a vector of elements of an input, or a thread's elements of a held row."""
         return self.names.of(self.indexed(name, name), f"elements of {name}")
 
     def indexed(self, name: str, access: str) -> str:

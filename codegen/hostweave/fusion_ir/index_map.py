@@ -14,8 +14,8 @@ ONE = Size()
 class IndexMap:
     """Labels of the dims of an op's operands and result. Dims with the same label share an iteration index.
 
-    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced. A dim without a label
-    (None) has one element, or cannot be sharded, such as a dim that the op slices, pads or concatenates.
+    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that is missing in the result is reduced, unless it is in
+    `unwalked`. A dim without a label (None) has one element, or cannot be sharded, such as a dim that the op slices, pads or concatenates.
 
     - `outer`: labels of dims that ranks can split, but chunk loops cannot. An example is the outermost of dims that a reshape merges.
     - `blocks`: labels of dims that the op processes in blocks, with the number of blocks. Only this number of ranks can split the dim, one

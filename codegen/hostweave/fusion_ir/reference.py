@@ -90,7 +90,7 @@ def _call(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any
 
 def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
     """Results of a repeat. First come the function's results: the last value of each carried result, and the stack of the values of each
-    other result. Then comes one entry per input of the function and per result: the stack of its values if carried, otherwise None."""
+    other result. Then come the function's inputs, and its results again: the stack of all values if carried, otherwise None."""
 
     def moved(kind: str, *operands: Any, **attributes: Any) -> Any:
         return arithmetic.apply(partial(OPS[kind].numpy, arithmetic.np, **attributes), *operands)

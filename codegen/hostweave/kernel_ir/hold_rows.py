@@ -8,7 +8,7 @@
 
 becomes
 
-    distribute: a block shares a row, 512 threads
+    distribute: a block shares a row, 128 threads
     hold %x, %weight
 
 If threads hold few elements, the kernel may state a minimum number of blocks per multiprocessor. The C++ compiler then leaves registers for
@@ -37,7 +37,7 @@ MANY_THREADS = 1024  # replaces ROW_THREADS if threads hold computed values, whi
 LANES_PER_ROW = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp may then have several rows
 LINE = 8  # preferred minimum of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and most threads per block
-EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread, in order of preference
+EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # vectors of a row per thread, in order of preference
 HELD = 20  # most accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
 FEW_HELD, FEW_INPUTS = 16, 12  # most held accesses that count as few: with computed values, and with inputs only
@@ -128,12 +128,12 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
     return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops
 
 
-def _threads_of_row(accesses: int, held: int, most: int) -> int:
-    """Number of threads that share a row of `accesses` vectors evenly, or 0. For each vector, a thread holds `held` accesses in
+def _threads_of_row(vectors: int, held: int, most: int) -> int:
+    """Number of threads that share a row of `vectors` vectors evenly, or 0. For each vector, a thread holds `held` accesses in
     registers."""
     for least, each in itertools.product((LINE, 1), EACH):
-        threads = accesses // each
-        fits = (threads % WARP == 0 and threads <= most) or (threads in LANES_PER_ROW and threads >= min(least, accesses))
-        if fits and accesses % each == 0 and each * held <= HELD:
+        threads = vectors // each
+        fits = (threads % WARP == 0 and threads <= most) or (threads in LANES_PER_ROW and threads >= min(least, vectors))
+        if fits and vectors % each == 0 and each * held <= HELD:
             return threads
     return 0

@@ -35,7 +35,7 @@ class TrainingStep(Differentiated):
 
     With `accumulate=N`, the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
     `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the update is skipped if a gradient is not finite:
-    parameters and optimizer state do not change. `scaler.update` follows each update, skipped or not.
+    parameters and optimizer state do not change. After each update, skipped or not, the step calls `scaler.update`.
     """
 
     def __init__(

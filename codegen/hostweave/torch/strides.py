@@ -48,9 +48,9 @@ def _memory(node: Node) -> Any:
 
 
 def as_laid_out(op: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Rule whose results have the strides of the op's results. If `rule` returns a view of an operand, as for `narrow_copy`, the result is
-    a copy."""
-    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):  # torch.export replaces such ops by their rules
+    """Rule whose results have the strides of the op's results if all sizes are ints. If `rule` returns a view of an operand, as for
+    `unbind_copy`, the result is a copy."""
+    if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):  # The call of `op` below would call this rule.
         return rule
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def _with_strides(x: Any, like: Any) -> Any:
 
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """Reads elements of the memory of x, as a permuted view if each element of x occurs once. Returns NotImplemented if the memory of x has
-    gaps, or if a read element is outside of x."""
+    gaps, if elements of x share memory, or if a read element is outside of x."""
     held = _by_stride(x.shape, x.stride())
     if held is None:
         return NotImplemented

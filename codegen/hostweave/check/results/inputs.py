@@ -1,5 +1,5 @@
-"""Random inputs of a fusion: random elements of the field for floats, random integers and bools. Positions and lengths are drawn from
-all valid values."""
+"""Random inputs of a fusion: elements of a finite field in place of floats, integers, and bools. Positions and lengths are drawn from all
+valid values."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -34,7 +34,7 @@ def random_inputs(
     return {v.name: _random(random, v.type, sizes, seeds, functions, *roles.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
 
-BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and most cached blocks; all checks of a process draw the same numbers
+BLOCK, MAX_BLOCKS = 2**13, 32  # numbers per block, and maximum number of cached blocks; all checks of a process draw the same numbers
 
 
 @lru_cache(MAX_BLOCKS)
@@ -88,7 +88,7 @@ def index_roles(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
 
 def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """Yields name, role and bound of each value that an op uses as positions, starts, lengths, offsets or ends, or reduces by xor. If the
-    value is another tensor after moves and casts, yields the name of that tensor."""
+    value comes from another tensor by views, copies, reshards or casts only, yields the name of that tensor."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:

@@ -37,7 +37,7 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     Example: `x: bf16[T, K]`, `w: bf16[64, K, N@tp]` and `offsets: i32[64]` give `bf16[T, N@tp]`.
     """
     if offsets.ndim not in (1, 2) or offsets.dtype != i32:
-        raise ProgramError.here(f"grouped_matmul: offsets are {offsets.type}, not i32 [E]; use hw.astype")
+        raise ProgramError.here(f"grouped_matmul: offsets are {offsets.type}, not i32 [E]; use hw.astype or hw.reshape")
     starts = _before(offsets)
     if b.ndim == a.ndim == offsets.ndim + 1:
         return record("grouped_outer", hw.transpose(a, -2, -1), b, starts, offsets)
@@ -158,7 +158,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     the experts from r * E/R to (r + 1) * E/R - 1. A choice is a token with one of its k experts. All ranks gather `experts`, and each rank
     finds the choices of its experts.
 
-    A rank sends at most `capacity` choices to each rank. By default, no choice is dropped. Beyond the capacity, choices of the
+    At most `capacity` choices of each pair of ranks are kept. By default, no choice is dropped. Beyond the capacity, choices of the
     destination's highest-numbered experts are dropped first. Among choices of one expert, those of the last tokens are dropped first. The
     host never reads the numbers of choices.
 
@@ -176,7 +176,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
         raise ProgramError.here(f"moe_routing: {unknown[0]} is not an axis of {mesh}; the axes are {', '.join(known) or 'none'}")
     ranks = mesh.size_of(names)
     if experts.ndim != 2 or experts.dtype.kind not in INTS or not experts.type.shape[1].is_int:
-        raise ProgramError.here(f"moe_routing: experts are {experts.type}, not ints [T, k] with k an int; use hw.reshape")
+        raise ProgramError.here(f"moe_routing: experts are {experts.type}, not ints [T, k] with k an int; use hw.astype or hw.reshape")
     if num_experts % ranks:
         raise ProgramError.here(
             f"moe_routing: {ranks} ranks do not divide {num_experts} experts; use a number of ranks that divides the number of experts"
@@ -270,8 +270,8 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
 def moe_return(rows: Tensor, routing: Routing) -> Tensor:
     """Sends the rows of experts [R, rows, H] back without summing: [T, k, H], one row per choice. Rows of dropped choices are zeros.
 
-    This function moves k times as many elements as `moe_combine`. With h and y of the example of `moe_routing`, and the gradient dy of y,
-    this example computes the gradient of the weights. Its rows have one element.
+    This function moves k times as many elements as `moe_combine`. The example below computes the gradient of the weights.
+    The tensors h and y are those of the example of `moe_routing`, and dy is the gradient of y.
 
     Raises ProgramError for other shapes.
 
