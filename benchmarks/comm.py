@@ -1,4 +1,5 @@
-"""Host time and bandwidth of the communications in COMMUNICATIONS. Each is a separate program, compared with direct NCCL calls.
+"""Host time and bandwidth of the communications in COMMUNICATIONS. Each communication is a separate program, compared with direct NCCL
+calls.
 
 Both variants are compiled programs in this process. In the variant with direct calls, NCCL calls replace the generated body of `run`.
 """
@@ -82,7 +83,7 @@ def main() -> None:
     ranks = len(gpus())
     print(f"{ranks} GPUs; added host time of a call in us (limit {MORE_US}), and share of NCCL's bandwidth (limit {OF_BANDWIDTH})")
     for name, (*_, calls) in COMMUNICATIONS.items():
-        # The check is off, because reduce and gather write the output of only one rank, and the check rejects this.
+        # The check is off, because it rejects programs that write the output of only one rank, as reduce and gather do.
         program = hw.compile(hw.HostProgram.parse(text_of(name, ranks)), target="cuda", options=hw.Options(check=False))
         bare = _bare(program, calls.replace("{ranks}", str(ranks)).replace("{{", "{").replace("}}", "}"))
         for size, log in SIZES.items():
@@ -101,7 +102,7 @@ def text_of(name: str, ranks: int) -> str:
 
 
 def _bare(program: Any, calls: str) -> Any:
-    """A program whose `run` contains only these calls."""
+    """A program whose `run` contains only `calls`."""
     source = program.sources["program.cpp"]
     begin = source.index("void Program::run(")
     body = f"""void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {{

@@ -21,7 +21,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.pipeline import lower
 from hostweave.targets.target import find_target
 
-# two programs without generated kernels, and two programs with them
+# two programs without generated kernels, and two programs with such kernels
 PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")
 SIZES = dict.fromkeys(("S", "B", "L"), 4096)
 OPTIONS = {"": hw.Options(), "with chosen loops": hw.Options(sizes=SIZES), "one-sided": hw.Options(sizes=SIZES, transport="one_sided")}
@@ -72,7 +72,7 @@ def check_seconds(fusion: hw.Fusion, repetitions: int = 1) -> tuple[float, float
 
 
 def small_llama(layers: int, decode: bool) -> hw.Fusion:
-    """A Llama on 8 ranks that is small enough for the check to compare its results by default."""
+    """A Llama on 8 ranks, so small that the check compares the results by default."""
     example = load_file(EXAMPLES / "llama.py")
     sizes = {
         "hidden_size": 64,
@@ -115,13 +115,13 @@ def chain_seconds(length: int) -> float:
 
 
 def build_seconds(name: str, target: str) -> tuple[float, float, bool]:
-    """Seconds of a compilation if the cache has the runtime, and seconds of a load from this cache. The third value is True if the program
-    has kernels."""
+    """Seconds of a compilation if the cache has the runtime, and seconds of a load of the compiled program from the cache. The third value
+    is True if the program has kernels."""
     programs = {**programs_in(load_file(EXAMPLES / "seeds.py")), **programs_in(load_file(EXAMPLES / "single_device.py"))}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
         first = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target)
-        _ = first.folder  # This also builds the runtime library.
+        _ = first.folder  # The build of the module also builds the runtime library.
         cold_program = hw.compile(programs[name], target=target)
         cold = once(lambda: cold_program.folder)
         code = f"""

@@ -32,7 +32,7 @@ def main() -> None:
         program.run(x=x, w=w)
         ratios, gflops = [], []
         for _ in range(7):
-            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # The CPU target changes this number.
+            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # The CPU target changes the number of threads.
             started = time.perf_counter()
             _sgemm(x, w, y)
             direct = time.perf_counter() - started

@@ -141,8 +141,8 @@ def _row(call: Callable[[], Any]) -> None:
 
 
 def _torch_decode(block: Callable[..., Any], x: Any, blocks: list[tuple[Any, ...]]) -> Any:
-    """All blocks by torch. Each call of `block` first adds the result of the previous block. So torch.compile can fuse this sum with the
-    norm, as in a whole model."""
+    """All blocks by torch. Each call of `block` first adds the result of the previous block. So torch.compile can fuse the addition with
+    the norm, as in a whole model."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
-"""Matmuls of 1 to 8 rows on one GPU, compared with a device copy of their weights, and with torch in a CUDA graph.
+"""Matmuls of 1 to 8 rows on one GPU, compared with a device copy of the weights, and with torch in a CUDA graph.
 
 A captured call has several matmuls of one operand with different weights. All weights together exceed the cache of the GPU. torch's graph
-has the same matmuls. These graphs and a copy are timed alternately. The benchmark prints the bandwidth of reading the weights as a fraction
-of the bandwidth of a copy. The bytes of a copy are its reads plus its writes.
+has the same matmuls. The captured call, torch's graph and a copy are timed alternately. The benchmark prints the bandwidth of reading the
+weights as a fraction of the bandwidth of a copy. The bytes of a copy are its reads plus its writes.
 """
 
 from __future__ import annotations

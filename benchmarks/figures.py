@@ -1,9 +1,9 @@
 """Runs fsdp, and the Python benchmarks that docs/figures.md names, except comm. Prints a table of the figures that have a goal.
 
-Some rows of the page need other arguments or another machine. Each part is a benchmark that runs in a separate process with a time
+Some rows of docs/figures.md need other arguments or another machine. Each part is a benchmark that runs in a separate process with a time
 limit. The output of a part is printed immediately. Arguments are names of parts; default: all. The argument `goals` adds the parts that
-measure figures of the table. Two GPUs are needed. The exit status is 1 if a part fails, and 2 if a name is unknown. A missed goal is not
-an error.
+measure figures of the table. Two GPUs are needed. The exit status is 1 if a part fails, and 2 if a name is unknown. A missed goal is not an
+error.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main(words: Sequence[str]) -> int:
 
 def _run(words: Sequence[str]) -> tuple[str, int]:
     """Runs a benchmark, prints its output, and returns the output and the exit status. After SECONDS, kills the process of the benchmark,
-    but not the processes that it has started."""
+    but not the processes that the benchmark has started."""
     here = Path(__file__).parent
     command = [sys.executable, "-u", *(str(here / word) if word.endswith(".py") else word for word in words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:

@@ -2,8 +2,8 @@
 
 - products: one scaled matmul of 16 to 8192 rows, compared with torch._scaled_mm. Shapes are those of Llama 3: 70B at TP 8, per rank, and 8B
   on one GPU. Both matmuls are CUDA graphs.
-- layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. Compared with
-  Hostweave in bf16, and with torch.compile without and with asynchronous tensor parallelism.
+- layer: the sequence-parallel MLP of 70B at per-rank shapes of TP 8, on all GPUs of this machine, with quantised weights. The peers are
+  Hostweave in bf16, and torch.compile without and with asynchronous tensor parallelism.
 - decode: 16 MLPs of 8B for few rows, on one GPU, with quantised weights, compared with Hostweave in bf16.
 
 Data is random. One process per GPU runs all variants alternately. Printed times are milliseconds of the slowest rank, as medians over

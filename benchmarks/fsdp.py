@@ -4,8 +4,9 @@ Each layer is x + swiglu(x) on a sharded batch. Three weights of 4096 x 8192 or 
 chosen so that a matmul takes about 1.1 times as long as the gather of its weight. Printed times are milliseconds of the slowest rank, as
 medians over calls. All ranks start a call together. One program has only the gathers, one has only the layers with replicated weights, and
 one has gathers and layers. The last program has several variants: sequential, the compiler's choice, and asynchronous gathers by NCCL
-kernels or by copy engines. Weights are sharded by rows, by columns, or by rows of their transposes, which PyTorch linear layers store.
-Unless weights are sharded by rows, matmuls can process one shard after another. Data is random, in bf16. One thread per GPU.
+kernels or by copy engines. Weights are sharded by rows, by columns, or by rows of their transposes, which PyTorch linear layers store. If
+weights are sharded by columns or by rows of transposes, matmuls can process one shard after another. Data is random, in bf16. One thread
+per GPU.
 """
 
 from __future__ import annotations

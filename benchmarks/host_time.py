@@ -81,7 +81,7 @@ def _bound_weights(target: str) -> None:
 def _llama() -> None:
     """Times of a decode step of all layers of Llama 8B.
 
-    The baseline is the generated C++ function `run` without Python. Library calls take most of its time.
+    The baseline is the generated C++ function `run` without Python. Library calls take most of the time of `run`.
     """
     import torch
 
@@ -145,7 +145,7 @@ def _varying_sizes() -> None:
     for rows in order[:SERVED_SIZES]:
         model(x[:rows], out=out[:rows])
     gc.collect()
-    gc.freeze()  # A server also does this: a garbage collection that visits all PyTorch objects takes 70 ms.
+    gc.freeze()  # A server also freezes objects, because a garbage collection of all PyTorch objects takes 70 ms.
     before = torch.cuda.mem_get_info()[0], _resident_bytes()
     serve()
     gc.unfreeze()

@@ -29,7 +29,8 @@ MANY_ROWS = 2048
 ROWS = (1, 16, 256, 2048, 8192)
 WIDTHS = {"8B": (4096, 14336), "70B": (8192, 28672)}  # hidden size, inner size of the MLP
 HEAD = 128
-# Rounds bf16 to 8 bits without a scale. This is a reference for kernels that also scale. Each thread loads 64 bytes before its first store.
+# Rounds bf16 to 8 bits without a scale. The kernel is a reference for kernels that also scale. Each thread loads 64 bytes before its first
+# store.
 NARROW = """
 __global__ void __launch_bounds__(256) narrow(const hw::bf16* x, hw::f8e4m3* y, int64_t rows, int64_t columns) {
   constexpr int kWidth = 8, kParts = 4;
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(256) narrow(const hw::bf16* x, hw::f8e4m3* y, 
   }
 }
 """
-# The kernel `narrow` with two results, neither transposed. This is a reference for kernels that also write the transpose.
+# A reference for kernels that also write the transpose: the kernel `narrow` with two results, neither transposed.
 NARROW_TWICE = (
     NARROW.replace("narrow(", "narrow_twice(")
     .replace("hw::f8e4m3* y,", "hw::f8e4m3* y, hw::f8e4m3* z,")
@@ -289,7 +290,7 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
         return call
 
     def copy() -> Callable[[], Any]:
-        half = -(-moved // 8192) * 4096  # This is a multiple of 4 KiB. A copy of 48 MiB and 16 bytes takes 7% longer than a copy of 48 MiB.
+        half = -(-moved // 8192) * 4096  # A multiple of 4 KiB. A copy of 48 MiB and 16 bytes takes 7% longer than a copy of 48 MiB.
         source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
         return lambda: target.copy_(source)
 

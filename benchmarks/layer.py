@@ -2,8 +2,8 @@
 
 The cases are: 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
 reduce_scatter); and the sequence-parallel 70B at per-rank shapes of TP 8. On several GPUs, Hostweave has three variants: sequential, the
-compiler's choice, and the compiler's choice in a CUDA graph. On one GPU, only the first variant is measured. For the sequence-parallel MLP,
-another variant of torch.compile fuses the collectives with matmuls (async TP). Gate and up share one weight in all variants. Data is
+compiler's choice, and the compiler's choice in a CUDA graph. On one GPU, only the sequential variant is measured. For the sequence-parallel
+MLP, another variant of torch.compile fuses the collectives with matmuls (async TP). Gate and up share one weight in all variants. Data is
 random, in bf16. One process per GPU runs the variants of a row alternately on the same arrays. Printed times are milliseconds of the
 slowest rank, as medians over calls. All ranks start a call together. Later measurements may be slower, if matmuls reach the power limit of
 the GPU. Arguments are names of cases, such as "70B at TP8"; default: all.
@@ -78,8 +78,8 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
-    """Yields, for every case and baseline, a call of each variant of Hostweave and a call of this baseline. Raises AssertionError if
-    results differ."""
+    """Yields, for every case and baseline, a call of each variant of Hostweave and a call of the baseline. Raises AssertionError if results
+    differ."""
     import torch
 
     group = hw.init()

@@ -1,17 +1,17 @@
 """Prefill and decode of layers of Llama 3 8B, as in `examples/llama.py`, compared with transformers.
 
 The model has 8 of the 32 layers, the full vocabulary, and random bf16 weights. The model runs on one GPU, and tensor-parallel on two GPUs
-if there are two. transformers uses a static cache. Its decode steps use torch.compile and CUDA graphs; its prefill runs eager, and
-compiled. Both Hostweave and transformers select the most probable token. This script shards the projections of transformers' model, because
-the plan of transformers supports only checkpoints. Prompts have 4096 tokens. A decode call is a series of 16 steps. The host enqueues the
-steps one by one, so host time is included. Printed times are milliseconds of the slowest rank, as medians of alternating calls. Each row is
-printed immediately. `model.py 2 ours` measures only Hostweave on 2 GPUs, in less than a minute. `model.py 2 transformers` measures only
-transformers.
+if there are two. transformers uses a static cache. Decode steps of transformers use torch.compile and CUDA graphs; the prefill runs eager,
+and compiled. Both Hostweave and transformers select the most probable token. This script shards the projections of transformers' model,
+because the sharding plan of transformers supports only checkpoints. Prompts have 4096 tokens. A decode call is a series of 16 steps. The
+host enqueues the steps one by one, so host time is included. Printed times are milliseconds of the slowest rank, as medians of alternating
+calls. Each row is printed immediately. `model.py 2 ours` measures only Hostweave on 2 GPUs, in less than a minute. `model.py 2
+transformers` measures only transformers.
 
-`model.py parts` measures lower bounds for the time of a decode step on one GPU. It times the matmuls of a step, the matmuls with attention,
-the matmuls by torch, and a copy. Each printed time is for 16 repetitions. The reads and writes of the copy together have as many bytes as
-the weights and the cache. Shapes are those of the whole model, and of one of two ranks. Each time is printed with the quotient of the
-copy's time and this time.
+`model.py parts` measures lower bounds for the time of a decode step on one GPU. The script times the matmuls of a step, the matmuls with
+attention, the matmuls by torch, and a copy. Each printed time is for 16 repetitions. The reads and writes of the copy together have as many
+bytes as the weights and the cache. Shapes are those of the whole model, and of one of two ranks. Each time t is printed with the quotient
+of the copy's time and t.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _prefills(model: Any, prompts: Any) -> Calls:
         with torch.no_grad():
             forward(prompts, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
 
-    prefill(model)  # This allocates the cache.
+    prefill(model)  # The prefill allocates the cache.
     compiled = torch.compile(model.forward, fullgraph=True)
     return {"transformers": partial(prefill, model), "transformers, torch.compile": partial(prefill, compiled)}
 

@@ -4,14 +4,15 @@
   experts, 16 to 4096 tokens per expert, at most 131072 tokens, and even or skewed routing.
 - dispatch: each GPU has 128 or 4096 tokens of 7168 elements. Each token is sent to the ranks of 8 of 64 experts, and rows are sent back.
   Hostweave sends a token at most once to each rank, and each rank returns a sum, in f32 or in bf16. One baseline is torch's
-  all_to_all_single. For this baseline, the host knows all counts in advance. The other baseline is the predicted time of a copy engine that
-  sends one row per token and expert of another rank, in each direction.
+  all_to_all_single, with counts that the host knows in advance. The second baseline is the predicted time of a copy engine that sends one
+  row per token and expert of another rank, in each direction.
 - layer: a Mixtral layer at 8B shapes on one GPU: the forward pass alone, and both passes. The peer is the same layer in torch with
   _grouped_mm, eager and compiled.
 - layers: the same layer on all GPUs, with sharded experts. torch sends rows by all_to_all_single, and the host knows all counts.
 - bounds: the six products of the layer's forward and backward pass, each alone, and then one after another. The variants are Hostweave,
   torch._grouped_mm, and one cuBLAS matmul per expert; for cuBLAS, the host knows all counts. The benchmark also times a copy of as many
-  bytes as the other kernels of the layer read and write. The printed bounds are the time of the products, without and with the copy.
+  bytes as all kernels of the layer except the products read and write. The printed bounds are the time of the products, without and with
+  the copy.
 - chain: dispatch and combine of 128 tokens, and of one token of 8 elements. The single token needs the same kernels and signals, but almost
   no bytes are sent. The baseline is a gather and a reduce-scatter, in two kernels: a dispatch and combine needs at least these two
   exchanges.
@@ -280,15 +281,15 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
 
 
 OURS, OF_TORCH, CUBLAS, COPY = "ours", "torch._grouped_mm", "cuBLAS for each expert, counts known", "a copy of the bytes of other kernels"
-# Elements of bf16 per choice that the other kernels of the layer read and write. A choice is a token and one of its two experts. The
-# `hidden` term is for the gathers of x and dy, the gradients of the weights of choices, and the sums of y and dx. The `inner` term is for
-# SwiGLU and its gradient. Both choices of a token share rows of x, y and gradients.
+# Elements of bf16 per choice that all kernels of the layer except the products read and write. A choice is a token and one of its two
+# experts. The `hidden` term is for the gathers of x and dy, the gradients of the weights of choices, and the sums of y and dx. The `inner`
+# term is for SwiGLU and its gradient. Both choices of a token share rows of x, y and gradients.
 REST = LAYER["hidden"] * (3 + 1.5 + 3) + LAYER["inner"] * (3 + 5)
 
 
 def _bounds(rank: int, ranks: int) -> Iterator[Calls]:
     """Yields calls. The first calls are each product of the layer alone, and all six products one after another. Then follow a copy of the
-    bytes of the layer's other kernels, and the layer, forward and backward."""
+    bytes of all kernels except the products, and the layer, forward and backward."""
     import torch
 
     group = hw.init()

@@ -3,8 +3,8 @@
 Printed times are milliseconds of the slowest rank, as medians over calls. All ranks start a call together. The
 variants of a case, in the order of the output:
 
-- the compiler's choice, compared with the fastest hand-written pipeline of puts or gets.
-  `handwritten/put_pipelines.cu` has these pipelines, for cases of more than 512 rows. It needs nvcc and NCCL 2.32;
+- the compiler's choice, compared with the fastest hand-written pipeline of puts or gets. `handwritten/put_pipelines.cu` has the pipelines,
+  for cases of more than 512 rows. The file needs nvcc and NCCL 2.32;
 - hand-written gets that wait for a signal of the peer;
 - each alternative of the cost model, measured and predicted;
 - only the matmul, and only the communication, by torch;
@@ -147,14 +147,14 @@ def _choice_of(alternatives: dict[str, hw.Program]) -> Choice:
 
 
 def chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
-    """Program with the compiler's choice for these sizes."""
+    """Program with the compiler's choice for the sizes of a case."""
     inner = case.K if case.kind == "ag" else case.K * ranks
     return _compiled(case.kind, ranks, sizes={"M": case.M, "K": inner, "N": case.N}, **options)
 
 
 @cache
 def _stated(kind: str, ranks: int, algorithm: str, chunks: int, **options: Any) -> hw.Program:
-    """Program with the given algorithm and chunks, for all sizes. Cases share these programs, so each program is built once."""
+    """Program with the given algorithm and chunks, for all sizes. Cases share the programs, so each program is built once."""
     return _compiled(kind, ranks, algorithm, chunks, overlap="off", **options)
 
 

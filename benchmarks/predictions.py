@@ -68,7 +68,7 @@ def _measured(program: hw.Program, sizes: Sizes) -> float:
 
     def random(value: Any) -> Any:
         shape, dtype = [size.bind(sizes) for size in value.type.shape], value.type.dtype
-        if dtype is hw.i64:  # These are the indices of the experts of each token.
+        if dtype is hw.i64:  # Only the indices of the experts of each token are i64.
             return torch.rand(*shape[:-1], moe.EXPERTS, device="cuda:0").argsort(-1)[..., : shape[-1]].contiguous()
         return (torch.randn(shape, device="cuda:0") / 64).to(getattr(torch, {"bf16": "bfloat16", "f32": "float32"}[str(dtype)]))
 

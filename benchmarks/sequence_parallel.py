@@ -137,7 +137,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
         for name, call in list(calls.items()):
             try:
                 got = call() if name != "ours" else (call(), y[:, 0])[1]
-            except RuntimeError as error:  # torch's fused operators raise this error if there is no symmetric memory.
+            except RuntimeError as error:  # torch's fused operators raise RuntimeError if there is no symmetric memory.
                 print(f"{name} is left out: {error}", flush=True)
                 del calls[name]
                 continue
@@ -177,7 +177,7 @@ def _profile(file: str, rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _torch_layer(ranks: int, is_fused: bool) -> Callable[..., Any]:
-    """The layer in torch, with collectives before and after matmuls, or fused with them."""
+    """The layer in torch, with collectives before and after matmuls, or fused with matmuls."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as collectives

@@ -6,8 +6,9 @@ flashinfer-python is installed, and is compiled at the first use.
 
 A call has 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Each variant is a CUDA
 graph. Data is random with a fixed seed, in bf16. One process per GPU runs the variants of Hostweave, and torch.compile with NCCL,
-alternately on the same arrays. The other variants run later, on other arrays. Printed times are microseconds per step of the slowest rank,
-as medians over calls. All ranks start a call together, after a kernel that spins. `small_all_reduce.py 16` measures one number of rows.
+alternately on the same arrays. The variants with symmetric memory or FlashInfer run later, on other arrays. Printed times are microseconds
+per step of the slowest rank, as medians over calls. All ranks start a call together, after a kernel that spins. `small_all_reduce.py 16`
+measures one number of rows.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ WIDTH = 8192
 ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
 SPIN = 1_000_000  # cycles that a kernel spins while the host enqueues
-# Limit of the root mean square of the error, relative to the root mean square of the result. The limit assumes that two variants
-# differ by four roundings to bf16 at each step, and that their relative errors are independent, and uniform up to 2**-8. The root mean
-# square of each is 2**-8 / sqrt(3). Measured errors are 0.010 to 0.016. If the term of one rank in one step is missing, the error is at
-# least 0.079. The largest error of an element is not used, because it depends on the data.
+# Limit of the root mean square of the error, relative to the root mean square of the result. The limit assumes that two variants differ by
+# four roundings to bf16 at each step. The limit also assumes that the relative errors of the roundings are independent, and uniform up to
+# 2**-8. The root mean square of each relative error is 2**-8 / sqrt(3). Measured errors are 0.010 to 0.016. If the term of one rank in one
+# step is missing, the error is at least 0.079. The largest error of an element is not used, because the largest error depends on the data.
 TOLERANCE = (4 * STEPS / 3) ** 0.5 * 2**-8
 OURS, BY_NCCL = "in kernels", "by NCCL"
 SYMMETRIC = ("one_shot_all_reduce", "two_shot_all_reduce_")  # ops of PyTorch's symmetric memory
@@ -51,7 +52,7 @@ def main(all_rows: Sequence[int] = ROWS) -> None:
         try:
             for row, peer in zip(times, times_on_ranks(make, ranks, REPETITIONS, SPIN), strict=True):
                 row |= peer
-        except Exception as error:  # This is re-raised from the process of a rank.
+        except Exception as error:  # The error is re-raised from the process of a rank.
             print(f"{name} does not run: {str(error).strip().splitlines()[-1]}", flush=True)
     for rows, row in zip(all_rows, times, strict=True):
         print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {report.line(row, [OURS, BY_NCCL], STEPS / 1e3, 'us', 2)}", flush=True)

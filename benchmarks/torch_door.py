@@ -10,7 +10,7 @@ calls. All ranks start a call together. Arguments select the measurements; defau
 - `backward`: forward and backward pass, with gradients of parameters and input;
 - `step`: a whole step of AdamW, with the mean square error as loss. torch uses its fused AdamW;
 - `fsdp`: a whole step of AdamW for modules that `fully_shard` prepared, without tensor parallelism. Each rank has 4096 different tokens;
-- `host`: the host time of forward passes on rank 0, captured and not captured. This measurement also runs on one GPU;
+- `host`: the host time of forward passes on rank 0, captured and not captured. `host` also runs on one GPU;
 - `compile`: the time to compile 32 layers with an empty cache.
 
 With `tiny` all sizes are small, except in `compile`. `step tiny` and `fsdp tiny` run on 2 CPU processes if there is no GPU.
@@ -309,7 +309,7 @@ def _step_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
     compile_ = partial(hostweave.torch.compile, module, hw.Mesh(tp=ranks), shardings, given)
     ours = {"hostweave": compile_(optimizer=_adamw(module))}
     first = _losses(rank, "hostweave", partial(ours["hostweave"], *local))
-    if DEVICE == "cuda":  # This program trains the same parameters further.
+    if DEVICE == "cuda":  # The second program trains the same parameters further.
         ours['hostweave with graph="auto"'] = compile_(optimizer=_adamw(module), options=hw.Options(graph="auto"))
     for is_async in (False, True)[: 2 if DEVICE == "cuda" else 1]:  # Async TP needs GPUs.
         name = f"torch.compile{' with async TP' * is_async}"

@@ -25,7 +25,7 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> I
     """Yields the times of each group of calls: by name of the call, the milliseconds of the slowest rank in each repetition.
 
     All ranks start each call together. Before the call, the GPU spins for `wait` cycles while the host enqueues the call. `make` must be
-    picklable, because other processes call it. These processes have initialised torch.distributed.
+    picklable, because the processes of the ranks call it, after they have initialised torch.distributed.
     """
     import torch.multiprocessing as processes
 
@@ -40,7 +40,7 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> I
         running = processes.spawn(_rank, args=(ranks, make, repetitions, wait, paths), nprocs=ranks, join=False)
         ended, given = False, 0
         while not ended:
-            ended = running.join(timeout=POLL_SECONDS)  # This re-raises the exception of a rank.
+            ended = running.join(timeout=POLL_SECONDS)  # `join` re-raises the exception of a rank.
             groups = zip(*(path.read_text().split("\n")[:-1] for path in paths), strict=False)
             for of_ranks in islice(groups, given, None):
                 given += 1
@@ -62,7 +62,7 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, paths:
         for calls in make(rank, ranks):
             times = _times(calls, repetitions, wait) if torch.cuda.is_available() else _cpu_times(calls, repetitions)
             print(json.dumps(times), file=file, flush=True)
-    calls = {}  # This frees graphs, because NCCL cannot destroy a communicator that a graph uses.
+    calls = {}  # The assignment frees graphs, because NCCL cannot destroy a communicator that a graph uses.
     dist.destroy_process_group()
 
 

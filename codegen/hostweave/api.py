@@ -188,10 +188,10 @@ class Program:
         """Predicts the timeline of a call on all ranks. The program does not run, so the machine need not exist.
 
         `sizes` are global sizes by name. A missing size is taken from `Options(sizes=...)`, or is 4096, rounded up to a possible size.
-        `machine` has the figures for the prediction, by default those of the options. `ranks` is another number of ranks, or other sizes of
-        mesh axes by name. The compiler then makes its choices again. For more than 8 ranks, the machine needs a `network` between hosts.
-        The prediction ignores the time in which hosts enqueue work. `print(report)` shows the totals, and `report.save("f.html")` writes a
-        page.
+        `machine` has the figures for the prediction, by default the figures of the options. `ranks` is another number of ranks, or other
+        sizes of mesh axes by name. The compiler then makes its choices again. For more than 8 ranks, the machine needs a `network` between
+        hosts. The prediction ignores the time in which hosts enqueue work. `print(report)` shows the totals, and `report.save("f.html")`
+        writes a page.
 
         Raises ArgumentError for invalid `sizes`, and ProgramError if the prediction is impossible; the message says why.
 
@@ -213,8 +213,8 @@ class Program:
 
     @checked
     def check(self, **sizes: int) -> tuple[str, ...]:
-        """Proves that at these `sizes` no rank has races, deadlocks or unmatched communication. Also compares the results with those of the
-        fusion, if there is one.
+        """Proves that at the global `sizes` no rank has races, deadlocks or unmatched communication. Also compares the results with those
+        of the fusion, if there is one.
 
         Sizes that are not given are small. Vector clocks over the operations of all ranks prove the order (Fidge 1988, Mattern 1989). The
         inputs of the comparison are random numbers of a finite field (Schwartz 1980, Zippel 1979). Returns texts about the parts that the
@@ -234,15 +234,15 @@ class Program:
 
     @checked
     def bind(self, **arrays: Any) -> Program:
-        """Returns a program with these inputs bound. Calls of the new program take only the other inputs, by position or name.
+        """Returns a program that has `arrays` as bound inputs. Calls of the new program take only the unbound inputs, by position or name.
 
         Bound arrays are checked only once, so calls are faster. If you call the program, bind local arrays. If you use `run`, bind global
         arrays. A call reads a bound array in place, so later writes to the array have an effect. `run` may ignore later writes, because it
         keeps the local arrays that its first call cut from a bound array. The two programs share memory and streams. Closing one program
         closes both.
 
-        Raises ArgumentError for a name that is not an unbound input, for a donated input, and for an array that does not fit. Checks that
-        depend on the rank or on other inputs follow at the first call.
+        Raises ArgumentError for an unknown or already bound name, for a donated input, and for an array that does not fit. Checks that
+        depend on the rank or on unbound inputs follow at the first call.
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
@@ -260,10 +260,10 @@ class Program:
         """Runs the rank of this process or thread on local arrays. After `hw.init`, all ranks of the group make the same calls in the same
         order.
 
-        `arrays` are inputs in order, and `named` are other inputs by name. Arrays are contiguous local blocks on the rank's device. The
-        call does not copy inputs. Returns the local output, or a tuple of outputs, as arrays of the first unbound input's library. If `out`
-        is given, writes the outputs to its arrays, and returns `out`. Arrays of `out` must not overlap each other, or inputs that are not
-        donated. `group` is by default the group "default" of this process or thread.
+        `arrays` are inputs in order, and `named` are the remaining inputs by name. Arrays are contiguous local blocks on the rank's device.
+        The call does not copy inputs. Returns the local output, or a tuple of outputs, as arrays of the first unbound input's library. If
+        `out` is given, writes the outputs to the arrays of `out`, and returns `out`. Arrays of `out` must not overlap each other, or inputs
+        that are not donated. `group` is by default the group "default" of this process or thread.
 
         If ranks are processes, each rank assumes that sharded dims are split evenly, unless `Options.verify_calls` is set. If a dim is
         split unevenly, pass the global sizes of all sharded dims by name in `sizes`. `sizes` also gives the sizes that the rank's own
@@ -271,7 +271,7 @@ class Program:
         of an output, the rank gets None.
 
         On CUDA the call is enqueued on `stream`: a cudaStream_t as an int, or a stream of PyTorch, CuPy or another library. The default is
-        the current stream of the arrays' library. The call is ordered with other work on this stream. On the CPU target the call returns
+        the current stream of the arrays' library. The call is ordered with the other work on `stream`. On the CPU target the call returns
         when its work is done.
 
         Raises ArgumentError for arrays that do not fit. Raises ExecutionError if a rank fails or times out, in this call or in an earlier
@@ -310,13 +310,13 @@ class Program:
         return captured
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
-        """Prepares the rank of this process or thread for calls at each of these global sizes. All ranks of the group call `prepare`
+        """Prepares the rank of this process or thread for calls at each of the global `sizes`. All ranks of the group call `prepare`
         together.
 
         Without `prepare`, the first call builds and connects, and a call at new sizes may allocate, plan, and wait for all work on the
-        rank's device. After `prepare`, calls at these sizes, in any order, do none of this. Each matmul keeps the plans of its
-        last 4096 shapes, and each attention those of its last 128. Memory is allocated for the largest call. Sizes that bound inputs
-        determine may be omitted. Sharded dims of bound inputs are then assumed to be split evenly.
+        rank's device. After `prepare`, calls at these sizes, in any order, need none of these steps. Each matmul keeps the plans of its
+        last 4096 shapes, and each attention the plans of its last 128 shapes. Memory is allocated for the largest call. Sizes that bound
+        inputs determine may be omitted. Sharded dims of bound inputs are then assumed to be split evenly.
 
         Raises ArgumentError for sizes that are unknown, missing or invalid, and the errors of a call.
 

@@ -30,7 +30,7 @@ def rows_of(type: BufferType) -> tuple[int, int]:
 
 
 def takes_padded_rows(i: tree.Instruction, types: Mapping[str, BufferType]) -> bool:
-    """True for a matmul without scales if its matrices have contiguous rows or columns in buffers of these types."""
+    """True for a matmul without scales if each of its matrices has contiguous rows or columns according to `types`."""
     return isinstance(i, ir.Matmul) and not i.scales and all(is_matrix(types[getattr(i, field)]) for field in SIDES)
 
 

@@ -1,5 +1,5 @@
-"""Def-use of a host program: the instructions that access each buffer, and their streams. A name may denote different buffers in two
-bodies. The last buffer then counts."""
+"""Def-use of a host program: the instructions that access each buffer, and the streams of the instructions. A name may denote different
+buffers in two bodies. The buffer of the last body then counts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Place:
 
 
 class DefUse:
-    """Def-use of a program. Use the function `def_use`, which caches it."""
+    """Def-use of a program. The function `def_use` caches objects of this class."""
 
     def __init__(self, program: ir.HostProgram):
         self.program = program
@@ -106,7 +106,7 @@ class DefUse:
         return self.roots.of(name)
 
     def roots_of(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
-        """Alias roots of all buffers that an instruction uses in these roles, as an ordered set."""
+        """Alias roots of all buffers that an instruction uses in `roles`, as an ordered set."""
         return dict.fromkeys(root for name in tree.names(i, *roles) for root in self.roots.all_of(name))
 
     def is_whole(self, name: str) -> bool:

@@ -195,7 +195,7 @@ def _labelled(
             own.append(index)
             if index is not None and (part := shared.part((name, i))):
                 parts.setdefault(name, {})[index] = part
-                sizes.setdefault(index, size)  # Keeps the order of indices. The size of the whole dim replaces this size.
+                sizes.setdefault(index, size)  # Keeps the order of indices. The size of the whole dim replaces the size of the part.
             elif index is not None:
                 sizes[index] = size
         indices[name] = tuple(own)
@@ -330,7 +330,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
 
 
 def _is_walked_by_all(read: str, kernel: Kernel, walked: Iteration) -> bool:
-    """True if a value that depends on this input varies along the reduced dims. All threads of a reduction then read the input."""
+    """True if a value that depends on the input `read` varies along the reduced dims. All threads of a reduction then read the input."""
     made = {read}
     for op in kernel.ops:
         if not made.isdisjoint(op.tensors):

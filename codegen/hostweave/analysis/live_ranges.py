@@ -124,10 +124,10 @@ class _Walk:
 
 
 def _needed(events: MemoryEvents, ranks: frozenset[int], follows: frozenset[int], pools: frozenset[str] = frozenset()) -> MemoryEvents:
-    """Removes ends and joins without effect. `ranks` execute these events. A live range may begin after `events` on the ranks `follows`.
+    """Removes ends and joins without effect. `ranks` execute `events`. A live range may begin after `events` on the ranks `follows`.
 
-    An end or join has no effect if no live range begins later on its ranks. An end also has no effect if a join of its pool precedes the
-    next begin. A join also has no effect if its pool has no buffers.
+    An end or join has no effect if no live range begins later on its ranks. An end also has no effect if its pool is joined before the next
+    begin. A join also has no effect if its pool has no buffers.
     """
     pools |= {begin.place.stream[0] for begin in begins(events) if begin.place.stream}
     joined: set[str] = set()  # pools that are joined before the next begin
@@ -157,7 +157,7 @@ def _needed(events: MemoryEvents, ranks: frozenset[int], follows: frozenset[int]
 
 
 def flat(events: MemoryEvents) -> Iterator[MemoryEvent]:
-    """All events in order. The contents of `OnRanks` replace it."""
+    """All events in order. Each `OnRanks` is replaced with its events."""
     for event in events:
         yield from flat(event.events) if isinstance(event, OnRanks) else (event,)
 

@@ -22,7 +22,7 @@ def __dir__() -> list[str]:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# A wheel has these folders in the package, but their code counts as the user's.
+# The package of a wheel has these folders, but the code in the folders counts as the user's.
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")
 
 
@@ -44,7 +44,8 @@ class Location:
 
     @staticmethod
     def of_caller(*others: str) -> Location:
-        """The location of `stated_location`, otherwise that of the innermost frame outside of this package and of the paths `others`."""
+        """The location of `stated_location`, otherwise the location of the innermost frame outside of this package and of the paths
+        `others`."""
         if (stated := _stated.get()) is not None:
             return stated
         frame = sys._getframe(1)
@@ -135,13 +136,13 @@ def users_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Remedy for an unknown word: the most similar one, or the list of all."""
+    """Remedy for an unknown word: the most similar known word, or the list of all known words."""
     known = list(known)
     return closest_word(word.lower(), known) or f"use one of {', '.join(known)}"
 
 
 def closest_word(word: str, known: Iterable[str], similarity: float = 0.65) -> str | None:
-    """Remedy `did you mean WORD?`, or None if no word has at least this similarity (0 to 1)."""
+    """Remedy `did you mean WORD?`, or None if no word has at least `similarity` (0 to 1)."""
     matches = get_close_matches(word, known, 1, similarity)
     return f"did you mean {matches[0]}?" if matches else None
 

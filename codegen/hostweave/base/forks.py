@@ -12,8 +12,8 @@ _Lock = TypeVar("_Lock")
 
 _WAIT_TIMEOUT = 10.0  # seconds that a fork waits for each lock; limited, because an import may wait for the forking thread
 
-importing = threading.RLock()  # held during lazy imports; a fork waits for it
-# Held while a process starts. A fork waits for it, because the child would keep the pipe of that process open.
+importing = threading.RLock()  # held during lazy imports; a fork waits for this lock
+# Held while a process starts. A fork waits for this lock, because the child would keep the pipe of the starting process open.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()

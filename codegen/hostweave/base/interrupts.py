@@ -48,7 +48,7 @@ class _Task(Generic[T]):
             assert work is not None
             assert context is not None
             context.run(self._run, work)
-            del work, context  # so that only the caller keeps them alive
+            del work, context  # so that only the caller keeps `work` and `context` alive
             self.is_done = True
         self._finished.release()
 
@@ -97,7 +97,7 @@ _current: ContextVar[_Task[Any] | None] = ContextVar("hostweave_task", default=N
 
 @explains_shortages
 def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = None) -> T:
-    """Returns the result of `work`, which another thread runs if this is the main thread.
+    """Returns the result of `work`, which another thread runs if the current thread is the main thread.
 
     If a signal raises an exception in the main thread, `stop(reason)` ends waits of the work. The exception is raised again when the work
     has ended, at the latest after 15 seconds.
@@ -136,7 +136,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def expect_not_interrupted() -> None:
-    """Raises Interrupted if the caller of this work no longer waits."""
+    """Raises Interrupted if the caller of the current work no longer waits."""
     task = _current.get()
     if task and task.reason:
         raise Interrupted(task.reason)
@@ -150,7 +150,7 @@ def in_current_context(work: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def acquired(lock: Any) -> Iterator[None]:
-    """Holds a lock. An interrupt ends the wait for it."""
+    """Holds a lock. An interrupt ends the wait for the lock."""
     while not lock.acquire(timeout=POLL_SECONDS):
         expect_not_interrupted()
     try:

@@ -11,8 +11,8 @@ INFINITE = 1 << 200  # more than any sum of finite capacities
 
 
 def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
-    """Returns the smallest source side of a minimum cut, as a set of nodes. The cut consists of the edges `(a, b, capacity)` from this set
-    to the other nodes."""
+    """Returns the smallest source side of a minimum cut, as a set of nodes. The cut consists of the edges `(a, b, capacity)` that lead out
+    of this set."""
     residual: defaultdict[N, dict[N, int]] = defaultdict(dict)
     for a, b, capacity in edges:
         residual[a][b] = residual[a].get(b, 0) + capacity

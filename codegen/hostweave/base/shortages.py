@@ -46,7 +46,7 @@ def expect_memory(count: int) -> None:
 
 
 def explains_shortages(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: an error that reports a shortage, other than a HostweaveError, becomes an ExecutionError with a remedy."""
+    """Decorator: an error that reports a shortage becomes an ExecutionError with a remedy, unless it is a HostweaveError."""
 
     @wraps(function)
     def wrapper(*arguments: P.args, **named: P.kwargs) -> T:

@@ -13,7 +13,7 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-MAX_CHARACTERS = 120  # length of a usage, such as `matmul(a, b)`, above which some messages shorten it
+MAX_CHARACTERS = 120  # length of a usage, such as `matmul(a, b)`, above which some messages shorten the usage
 
 # PyTorch's names of some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}
@@ -93,7 +93,7 @@ def _wrong_type_of(
     options: Mapping[str, object],
     of: Callable[[object], bool] = lambda _: True,
 ) -> str | None:
-    """Error message for the first value of a wrong type, among values for which `of` is True. None if there is none, or if the
+    """Error message for the first value of a wrong type, among values for which `of` is True. None if there is no such value, or if the
     arguments do not bind to the parameters."""
     try:
         bound = inspect.signature(function).bind(*args, **options)

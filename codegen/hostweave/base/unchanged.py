@@ -17,7 +17,7 @@ def is_same(old: Any, new: Any) -> bool:
 
 
 def fact(node: object, key: object, given: object, compute: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Returns `compute(*args, **kwargs)`, a fact about an immutable object. Computes it again only if `given` has changed."""
+    """Returns `compute(*args, **kwargs)`, a fact about an immutable object. Computes the fact again only if `given` has changed."""
     known = node.__dict__.get("_facts") or node.__dict__.setdefault("_facts", {})
     found: tuple[object, T] | None = known.get(key)
     if found is None or found[0] != given:

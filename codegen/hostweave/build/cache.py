@@ -1,7 +1,8 @@
 """Cache of built programs and their objects. An entry is a folder, published by an atomic rename.
 
-If several processes need the same entry, one makes it, and the others wait. The file system must have locks for this. Cached code runs
-with the user's rights, so the cache refuses folders that other users can write, and files that changed after they were published.
+If several processes need the same entry, one process makes the entry, and the other processes wait. The wait needs a file system with
+locks. Cached code runs with the user's rights, so the cache refuses folders that other users can write, and files that changed after they
+were published.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
-_SUMS = "SHA256SUMS"  # digests of an entry's files; the file's modification time is that of the entry's last use
+_SUMS = "SHA256SUMS"  # digests of an entry's files; the file's modification time is the time of the entry's last use
 _EVICTED = "evicted"  # file whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _MAX_PREFIX = 50  # characters of the readable prefix
@@ -94,7 +95,7 @@ def limit() -> int:
 
 
 class _FailedBuildError(BuildError):
-    """A failed build. Builds that depend on this one raise the same error."""
+    """A failed build. Builds that depend on the failed build raise the same error."""
 
 
 def key_of(*parts: str) -> str:
@@ -137,7 +138,7 @@ def lookup(name: str) -> Path | None:
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
     """Returns the folder of entry `name`. If there is no valid entry, `make` fills a new folder, which is then published. If `make` raises
-    BuildError, the folder moves to `failed`, and the error names it. Errors of nested builds stay unchanged."""
+    BuildError, the folder moves to `failed`, and the error names the new path. Errors of nested builds stay unchanged."""
     if found := lookup(name):
         return found
     entry = root() / name
@@ -172,7 +173,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Path:
-    """Removes entry `name`, and returns the folder of a new one. `make` is not called if another process makes the entry first."""
+    """Removes entry `name`, and returns the folder of a new entry. `make` is not called if another process makes the entry first."""
     with _as_build_error(), _lock(name):
         _own((root() / name).parent)
         _remove(root() / name)
@@ -216,8 +217,8 @@ def remove_leftovers() -> int:
 
 
 def evict(period: float = 0.0) -> None:
-    """Removes the least recently used entries, except those used in the last hour, until the cache is within its limit. Does nothing
-    if the last eviction was less than `period` seconds ago, because an eviction reads all entries."""
+    """Removes the least recently used entries, except entries used in the last hour, until the cache is within its limit. Does nothing if
+    the last eviction was less than `period` seconds ago, because an eviction reads all entries."""
     max_bytes, total = limit(), 0
     mark = root() / _EVICTED
     with contextlib.suppress(OSError):  # no eviction yet
@@ -234,7 +235,7 @@ def evict(period: float = 0.0) -> None:
 
 
 def _entry(sum_file: Path) -> CacheEntry | None:
-    """Entry with this list of files, or None if another process has removed the entry."""
+    """Entry with the list of files `sum_file`, or None if another process has removed the entry."""
     try:
         size = sum(map(os.path.getsize, _files(sum_file.parent))) - sum_file.stat().st_size
         return CacheEntry(sum_file.parent, size, sum_file.stat().st_mtime)
@@ -351,7 +352,7 @@ _opened = itertools.count(1)
 
 @contextlib.contextmanager
 def _lock(name: str, waits: bool = True) -> Iterator[bool]:
-    """Holds the lock of an entry. Yields False if another process holds it and `waits` is False."""
+    """Holds the lock of an entry. Yields False if another process holds the lock and `waits` is False."""
     lock = FileLock(_own(root() / "locks") / name.replace("/", "-"), mode=0o600)
     try:
         lock.acquire(timeout=-1 if waits else 0, poll_interval=POLL_SECONDS, cancel_check=_is_cancelled)

@@ -1,4 +1,4 @@
-"""Finds CUDA headers and libraries: in NCCL_HOME, the toolkit, the pip wheels, then the system. Each of these may be incomplete."""
+"""Finds CUDA headers and libraries: in NCCL_HOME, the toolkit, the pip wheels, then the system. Each of these places may be incomplete."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """The first complete CUDA version on this machine. If none is complete, the first one, or the default version."""
+    """The first complete CUDA version on this machine. If no version is complete, the first version, or the default version."""
     roots = _roots()
     majors = {root: _major_of(root) for root in roots}
     majors_to_try = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
@@ -122,7 +122,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 @cache
 def pair_without_access() -> tuple[int, int] | None:
-    """Two GPUs of which the first cannot access the memory of the second. None if all have peer access, or without a driver."""
+    """Two GPUs of which the first cannot access the memory of the second. None if all GPUs have peer access, or without a driver."""
     driver, has_access = _driver(), ctypes.c_int()
     if driver is None:
         return None
@@ -152,7 +152,8 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, that of GPU 0, or sm_90. sm_90 becomes sm_90a, which has additional instructions."""
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, the architecture of GPU 0, or sm_90. sm_90 becomes sm_90a, which has additional
+    instructions."""
     found = os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
     return "sm_90a" if found == "sm_90" else found
 

@@ -16,7 +16,7 @@ def file_of(gpus: Sequence[Gpu]) -> Path:
 
 
 def measured(gpus: Sequence[Gpu]) -> Machine | None:
-    """Measured figures of these GPUs, or None."""
+    """Measured figures of `gpus`, or None."""
     return read(file_of(gpus)) if gpus else None
 
 

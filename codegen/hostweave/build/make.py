@@ -88,7 +88,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 
 
 def run_together(commands: Mapping[str, list[str]], folder: Path) -> None:
-    """Runs the command of each output in `folder`, in parallel, with output to `build.log`. Raises BuildError if one fails."""
+    """Runs the command of each output in `folder`, in parallel, with output to `build.log`. Raises BuildError if a command fails."""
 
     expect_steps(len(commands))
 

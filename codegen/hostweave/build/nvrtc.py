@@ -33,9 +33,9 @@ def _integers() -> str:
     return "\n".join([*lines, "using uintptr_t = uint64_t;"])
 
 
-# Texts of headers. NVRTC has no standard headers. kernels.h is empty, because it includes headers for the host.
+# Texts of headers. NVRTC has no standard headers. The text of kernels.h is empty, because the real file includes headers for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
-_FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing this header takes as long as parsing all others
+_FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing this header takes as long as parsing all other headers
 _INSTANCES = "// Each paragraph below is compiled separately.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
@@ -70,8 +70,8 @@ def units_of(kernels: str) -> list[Unit]:
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Splits a runtime file into units. Each contains the text before the line `_INSTANCES`, one paragraph after it, and the last
-    paragraph. A file without the line is one unit."""
+    """Splits a runtime file into units. Each unit contains the text before the line `_INSTANCES`, one paragraph after this line, and the
+    last paragraph. A file without the line is one unit."""
     before, line, instances = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]
@@ -96,7 +96,7 @@ class Nvrtc:
     include_folders: tuple[Path, ...]
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
-        """Compiles a unit to a cubin. Finds its headers in `folder` first. Messages go to `build.log` there."""
+        """Compiles a unit to a cubin. Finds headers of the unit in `folder` first. Messages go to `build.log` in `folder`."""
         folders = [f"-I{path}" for path in (folder, *self.include_folders)]
         options = [f"-arch={self.arch}", *OPTIONS, *folders]
         headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}
@@ -133,7 +133,7 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def loader(cubins: Mapping[str, Path]) -> str:
-    """C++ that embeds cubins, and defines a `hw::JitKernel` for each of their kernels. Sections .nv.constant0 have the kernel names."""
+    """C++ that embeds cubins, and defines a `hw::JitKernel` for each kernel of the cubins. Sections .nv.constant0 have the kernel names."""
     data, kernels = [], []
     for unit, path in cubins.items():
         symbol = f"hw_cubin_{unit}"

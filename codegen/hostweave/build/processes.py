@@ -1,4 +1,4 @@
-"""Runs compilers in this process, or as child processes that end with it."""
+"""Runs compilers in this process, or as child processes that end with this process."""
 
 import os
 import signal

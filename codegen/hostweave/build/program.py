@@ -82,8 +82,8 @@ def build(
 
 @cache
 def load(path: Path, dlopen_flags: int) -> ModuleType:
-    """Loads the module of a built program. First loads the cached libraries that it needs, which the dynamic loader then finds by their
-    sonames."""
+    """Loads the module of a built program. First loads the cached libraries that the module needs. The dynamic loader then finds these
+    libraries by their sonames."""
     with opened(path.parent / LIBRARIES_FILE) as list_file:
         libraries = Path(list_file).read_text().split("\n")[:-1]
     for library in libraries:
@@ -120,7 +120,7 @@ def _load_library(path: Path) -> ctypes.CDLL:
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], SourceFiles]) -> SourceFiles | None:
-    """Sources in the folder of HOSTWEAVE_EDIT, which are generated if the folder is missing. None without this variable."""
+    """Sources in the folder of HOSTWEAVE_EDIT, which are generated if the folder is missing. None if the variable is not set."""
     if not (folder_name := os.environ.get("HOSTWEAVE_EDIT")):
         return None
     folder = Path(folder_name).absolute() / name

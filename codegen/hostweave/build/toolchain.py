@@ -18,7 +18,7 @@ from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
 LIBRARIES_FILE = "libraries"  # lists the cached libraries that a module needs, dependencies first
-# Files that have no hot loops. To save time, they are included in module.cpp, which is compiled with -O1.
+# Files that have no hot loops. To save time, module.cpp includes these files, and is compiled with -O1.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # makes a program's objects a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
@@ -56,7 +56,8 @@ class Toolchain:
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", output]
 
     def link(self, objects: list[str], output: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
-        """Command that links objects into a shared library. The rpath omits cached libraries, because the process loads these first."""
+        """Command that links objects into a shared library. The rpath omits cached libraries, because the process loads these libraries
+        first."""
         files = (*(library.path for library in libraries), *self.libraries)
         on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)
         folders = dict.fromkeys(file.parent for file in on_rpath)
@@ -83,7 +84,7 @@ class Toolchain:
 @dataclass(frozen=True)
 class Library:
     """A library of the runtime, which `make` builds at `path`. A cached library has a unique `soname`. The process loads the library before
-    the module, so the dynamic loader finds the library by this name."""
+    the module, so the dynamic loader finds the library by its soname."""
 
     path: Path
     make: Callable[[], object]

@@ -3,7 +3,7 @@
 Three kinds must be ordered on a rank:
 
 - communications on different channels, if they occupy multiprocessors
-- communications on one channel that occupy multiprocessors, if a generated kernel does one of them
+- communications on one channel that occupy multiprocessors, if a generated kernel does at least one communication
 - all signals and waits
 
 Devices may start unordered communications in a different order on every rank. Kernels that occupy multiprocessors while they wait for peers
@@ -36,7 +36,8 @@ class PostedCommunications:
         """Records the communications of a task that starts at `clock`. Returns earlier communications that must precede the task and may
         still run.
 
-        Two communications on one channel need no order if the communication library does both, because it orders them.
+        Two communications on one channel need no order if the communication library does both, because the library orders its
+        communications.
         """
         channels = {_place(part) for part in task.operation.communications if part.may_be_serialised}
         if not channels:

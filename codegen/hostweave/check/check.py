@@ -1,4 +1,4 @@
-"""Proves that a host program has no races, no deadlocks and no reads of uninitialised memory, and checks its results."""
+"""Proves that a host program has no races, no deadlocks and no reads of uninitialised memory, and checks the results of the program."""
 
 from collections import defaultdict
 from itertools import combinations
@@ -56,9 +56,9 @@ def check(
 
     - The signals and waits of a rank are totally ordered.
     - The program ends even if each device executes all streams of its rank as one queue, in the order of issue.
-    - The program also ends if a signal waits until the receiver has waited for the previous signal with this number.
+    - The program also ends if a signal waits until the receiver has waited for the previous signal with the same number.
 
-    CUDA graphs need the first and the last rule.
+    CUDA graphs need the first and the third rule.
     """
     calls = 2 if program.has_signals else 1
     checked: list[Case] = []
@@ -91,8 +91,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.may_overwrite_cache: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # First read of bytes that are uninitialised or overwritten, and the write that overwrote them. This error is raised at the end,
-        # because the error of a race is more specific.
+        # First read of bytes that are uninitialised or overwritten, and the write that overwrote the bytes. The error of such a read is
+        # raised at the end, because the error of a race is more specific.
         self.uninitialised: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.signal_order = SignalOrder()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)

@@ -2,11 +2,11 @@
 operation starts.
 
 A stream runs its tasks in order. A wait runs after its record or signal. A communication ends only after its senders have started. On a
-rendezvous transport, its receivers must have started too.
+rendezvous transport, the receivers of the communication must have started too.
 
 Races are found by vector clocks (Fidge 1988, Mattern 1989). A task's clock counts the earlier tasks that have certainly ended because of
-streams, events, signals or received data. Deadlocks are found with one more rule: a rank's communications that occupy
-multiprocessors run in the order in which the rank posts them, because a device may serialise their kernels.
+streams, events, signals or received data. Deadlocks are found with one more rule: a rank's communications that occupy multiprocessors run
+in the order in which the rank posts them, because a device may serialise the kernels of communications.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Task:
     missing_starts: int = 0  # number of tasks in `needs_start_of` that have not started
     started: bool = False
     ended: bool = False
-    at_start: Clock = field(default_factory=list)  # clock at the start; empty unless a communication needs it
+    at_start: Clock = field(default_factory=list)  # clock at the start; empty unless a communication needs the clock
     at_end: Clock = field(default_factory=list)  # clock at the end; empty unless another stream waits for the task
 
 

@@ -73,7 +73,7 @@ def channel_of(part: Operation) -> ChannelGroup:
     return part.channel.name, part.process_group
 
 
-_UNMATCHED = {  # fault if the other side is missing, and its remedy
+_UNMATCHED = {  # fault if the matching communication is missing, and remedy for the fault
     "send": ("posts no recv for it", "add the recv, or drop this send"),
     "recv": ("posts no send for it", "add the send, or drop this recv"),
     "signal": ("does not wait for it, so its next wait would match this signal", "add the wait"),
@@ -126,7 +126,7 @@ def _may_differ(part: Operation) -> bool:
 
 
 def _exchanged(part: Operation, sends: bool) -> tuple[int, ...]:
-    """Numbers of elements that the rank sends to each rank of the process group, or receives from it."""
+    """Numbers of elements that the rank sends to each rank of the process group, or receives from each rank."""
     instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
     assert isinstance(instruction, ir.Collective)
     along, ranks = instruction.sent_along if sends else instruction.received_along, len(part.process_group)
@@ -172,7 +172,8 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
         for rank, operations in enumerate(instances.ranks):
             while positions[rank] < len(operations):
                 parts = operations[positions[rank]].communications
-                # The queue posts a communication, and then waits for the matching one. A signal is posted only when the queue proceeds.
+                # The queue posts a communication, and then waits for the matching communication. A signal is posted only when the queue
+                # proceeds.
                 matched_here = [(part, match_of[part]) for part in parts if part in match_of]
                 reached.update(part for part, matched in matched_here if not matched.is_signal)
                 awaited = [other for part, matched in matched_here for other in matched.awaited(part)]

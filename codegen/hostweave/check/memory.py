@@ -14,7 +14,7 @@ from hostweave.host_ir import tree
 
 @dataclass(slots=True, eq=False)
 class TaskAccess:
-    """An access by a task. `part` is the task's operation, or one operation of its group."""
+    """An access by a task. `part` is the task's operation, or one member of the task's group."""
 
     by: Task
     part: Operation
@@ -32,7 +32,7 @@ class Pieces:
         integer = np.dtype(np.int64 if last < 2**63 else object)  # Python's integers if 64 bits are too few
         starts = {block: starts_of_runs(*block, integer) for block in regions_of_bytes}
         ends = {block: first + block[2] for block, first in starts.items()}
-        # Two consecutive cuts bound a segment. This sort is many times faster than np.unique, because the parts are sorted already.
+        # Two consecutive cuts bound a segment. A stable sort is many times faster than np.unique, because the parts are sorted already.
         cuts = np.sort(np.concatenate([np.array([0, size], integer), *starts.values(), *ends.values()]), kind="stable")
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
         piece_of, covers = np.zeros(len(cuts) - 1, np.int64), dict[ByteBlocks, npt.NDArray[np.bool_]]()
@@ -63,7 +63,7 @@ class Memory:
     """One buffer of one rank, with the last accesses to each piece.
 
     Tasks are recorded in an order that respects happens-before. For each piece, these accesses are kept: the last write, and the last read
-    of each stream after this write. A task that is ordered after these accesses is also ordered after all earlier ones.
+    of each stream after this write. A task that is ordered after these accesses is also ordered after all earlier accesses.
     """
 
     def __init__(self, root: Root, regions: list[ByteRegion], caller: Task, known: dict[tuple[int, frozenset[ByteBlocks]], Pieces]):

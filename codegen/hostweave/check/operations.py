@@ -94,8 +94,8 @@ class Operation:
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
     peer: int | None = None  # global rank of the peer, or of a collective's root
     members: tuple[Operation, ...] = ()  # operations of a group
-    waits: tuple[Operation, ...] = ()  # operations that a fork, a join or an event orders before this one
-    frees: tuple[Operation, ...] = ()  # for an allocate: deallocates whose bytes it may reuse, the last one of each stream
+    waits: tuple[Operation, ...] = ()  # operations that a fork, a join or an event orders before this operation
+    frees: tuple[Operation, ...] = ()  # for an allocate: the last deallocate of each stream whose bytes the allocate may reuse
 
     @property
     def communications(self) -> tuple[Operation, ...]:
@@ -103,7 +103,7 @@ class Operation:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if a communication of this operation must not overlap with those of other channels on the same device."""
+        """True if a communication of this operation must not overlap with communications of other channels on the same device."""
         return any(part.channel.may_be_serialised for part in self.communications if part.channel)
 
     def __repr__(self) -> str:
@@ -140,6 +140,6 @@ class Instances:
 
 
 def failure(program: ir.HostProgram, message: str, instruction: tree.Instruction | None = None) -> ProgramError:
-    """Error for a fault in an execution of `program`, with the user's line if that is known."""
+    """Error for a fault in an execution of `program`, with the user's line if the line is known."""
     location = instruction.location if instruction else None
     return ProgramError(message if location else f"@{program.name}: {message}", location)

@@ -53,7 +53,7 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
 
 
 class BufferPosition(NamedTuple):
-    """Position of a buffer in its memory, and the generations (versions of the contents) that its reads may see."""
+    """Position of a buffer in its memory, and the generations (versions of the contents) that reads of the buffer may see."""
 
     root: str
     offset: int  # bytes

@@ -29,7 +29,7 @@ MAX_ITERATIONS = 2**16  # largest total number of iterations of a rank's loops
 
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
     """Runs the control flow of `program` on every rank of its mesh, for `calls` consecutive calls. Raises ProgramError for an instruction
-    that cannot run at these sizes, and for more than MAX_ITERATIONS iterations."""
+    that cannot run at `sizes`, and for more than MAX_ITERATIONS iterations."""
     atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
@@ -69,7 +69,7 @@ SimulationStep = Callable[[RankRun], None]
 
 
 class _Binder:
-    """Converts instructions to functions that execute them. Ranks with equal local sizes share these functions."""
+    """Converts instructions to functions that execute them. Ranks with equal local sizes share the functions."""
 
     def __init__(self, program: ir.HostProgram, sizes: Sizes):
         self.program = program
@@ -122,7 +122,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
     # Enclosing loops whose next iteration may reuse freed memory. The first list applies if a stream of another pool freed the memory, and
-    # the second list if a stream of this pool did.
+    # the second list if a stream of `pool` did.
     loops = [loop.out for loop in b.loops], joining
 
     def step(run: RankRun) -> None:
@@ -273,7 +273,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], Operation
 
 
 def _get_of_block(b: _Binder, i: ir.OneSided, run: RankRun, operation: Operation) -> tuple[Access, ...]:
-    """Accesses of a get with `received_along`: the peer's shard, and its block in the local buffer."""
+    """Accesses of a get with `received_along`: the peer's shard, and the block of this shard in the local buffer."""
     assert operation.peer is not None
     (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
     layout_of_buffer, group = b.layouts[dst], operation.process_group

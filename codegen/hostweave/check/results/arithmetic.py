@@ -17,7 +17,7 @@ from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import DType, TensorType, block_of, global_shape
 
-RANDOM_EXP, MULTIPLICATIVE_EXP = ON_SAMPLES, DUAL  # exp: a random function, or one with exp(a + b) = exp(a) exp(b)
+RANDOM_EXP, MULTIPLICATIVE_EXP = ON_SAMPLES, DUAL  # exp: a random function, or a function with exp(a + b) = exp(a) exp(b)
 
 
 def cast_in_samples(x: Any, dtype: DType, functions: Functions) -> Samples:
@@ -70,7 +70,7 @@ def function_of(op: Op) -> Any:
 def run_fusion(
     fusion: Fusion, inputs: dict[str, Samples], sizes: Sizes, functions: Functions, observe: Callable[..., object] = lambda *_: None
 ) -> tuple[Samples, ...]:
-    """Outputs of a fusion for these global inputs. Calls `observe` with the values of each body."""
+    """Outputs of a fusion for the global `inputs`. Calls `observe` with the values of each body."""
 
     def kernel(op: Op, tensors: Sequence[Samples]) -> tuple[Samples, ...]:
         return _run_kernel_on_ranks(op, tensors, op.result.type.mesh_in(fusion.mesh), sizes, functions)

@@ -20,8 +20,8 @@ TOLERANCE = 1e-6  # largest difference of the shadows of equal floats, relative 
 
 
 class Dual(Real):
-    """A float with five parts: shadow, a, b, c and d. If the float is a logarithm, possibly negated, or a sum with one, its exp is c + d e.
-    Otherwise c is 0."""
+    """A float with five parts: shadow, a, b, c and d. If the float is a logarithm (possibly negated), or a sum with such a logarithm, its
+    exp is c + d e. Otherwise c is 0."""
 
     __slots__ = ()
     count: ClassVar[int] = 5

@@ -17,11 +17,11 @@ _SUMMED = 2**12
 _HALF = np.uint64(13)  # bits of half an element; an element has 26 bits
 _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
-_FEW_TERMS = 16  # most terms per sum for which NumPy's loops are faster than BLAS
-_SMALL = 2**14  # most multiplications for which NumPy's loops are faster, with up to _SUMMED terms per sum
-_LONG = 64  # least length of a contiguous dim for which the loops of einsum are faster than those of matmul
+_FEW_TERMS = 16  # maximum number of terms per sum for which NumPy's loops are faster than BLAS
+_SMALL = 2**14  # maximum number of multiplications for which NumPy's loops are faster, with up to _SUMMED terms per sum
+_LONG = 64  # least length of a contiguous dim for which the loops of einsum are faster than the loops of matmul
 _MANY = 1000
-_FEW = 20  # most elements for which `inverse` is faster with Python's `pow` than with products of arrays
+_FEW = 20  # maximum number of elements for which `inverse` is faster with Python's `pow` than with products of arrays
 _EXPONENTS = 1200  # exceeds the magnitude of every exponent of f64
 
 
@@ -44,8 +44,8 @@ def of_integers(x: NDArray[Any]) -> Elements:
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
 
 
-# After glibc has freed an array of this size, it reuses the memory of freed arrays up to this size.
-# New pages would take longer than the arithmetic.
+# After glibc has freed an array of this size, later arrays up to this size reuse freed memory. New pages would take longer than the
+# arithmetic.
 np.empty(2**25 - 2**16, np.uint8)
 
 _scratch = threading.local()

@@ -1,5 +1,5 @@
-"""NumPy's functions for arrays with samples (see samples.py). Reference implementations of ops and instructions take NumPy as an
-argument. With `ON_SAMPLES` instead, they compute all samples at once."""
+"""NumPy's functions for arrays with samples (see samples.py). Reference implementations of ops and instructions take NumPy as an argument.
+With `ON_SAMPLES` instead of NumPy, the implementations compute all samples at once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -300,7 +300,7 @@ class _Bits:
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
-    """Compares shadows. Finite numbers with equal elements count as equal: their shadows may differ by rounding."""
+    """Compares shadows. Finite numbers with equal elements count as equal, because the shadows of equal elements may differ by rounding."""
     function, is_strict = getattr(np, name), name in ("less", "greater", "not_equal")
 
     def compared(x: Any, y: Any) -> Any:

@@ -1,7 +1,7 @@
 """Runs a host program on all ranks in one process, for all random inputs at once. Arrays have one sample per rank and seed (samples.py).
 
-Each step runs the ready rank that has executed the fewest operations. Ranks at one instruction compute it together if their layouts,
-sizes and numbers of executed operations are equal.
+Each step runs the ready rank that has executed the fewest operations. Ranks at one instruction compute the instruction together if their
+layouts, sizes and numbers of executed operations are equal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FieldRanks:
         # senders -> delivered data, reduced if the collective reduces
         self.delivered: dict[tuple[Operation, ...], list[Samples]] = {}
         self.size_values: dict[str, list[tuple[int, ...]]] = {}  # kernel -> for each rank, values of the local sizes that the kernel reads
-        self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, their values
+        self.size_values_of: dict[tuple[LocalSize, ...], list[tuple[int, ...]]] = {}  # local sizes -> for each rank, values of the sizes
         self.bound_ops: dict[tuple[str, tuple[int, ...]], list[tuple[Any, ...]]] = {}  # (kernel, values of local sizes) -> ops
         self.ops_without_sizes: dict[str, dict[int, tuple[Any, ...]]] = {}  # kernel -> number of an op -> op that reads no sizes
         self.executed: set[tree.Instruction] = set()
@@ -70,7 +70,7 @@ class FieldRanks:
             self.buffer(root).view([rank], 0, layout).fill(block)
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> FieldView:
-        """Memory that these ranks access. All ranks have one layout. Offsets and buffers may differ."""
+        """Memory that `ranks` access. All ranks have one layout. Offsets and buffers may differ."""
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         root, offset, layout, *_ = accesses[0].region
         if all(access.region.offset == offset and access.region.root == root for access in accesses[1:]):
@@ -322,7 +322,7 @@ class _Queue:
         return own is instruction or own == instruction
 
     def awaited(self, match_of: Mapping[Operation, MatchedCommunications]) -> Sequence[Operation]:
-        """Communications that must be posted before this operation can end."""
+        """Communications that must be posted before `current` can end."""
         return [source for part in self.communications if part in match_of for source in match_of[part].sources(part)]
 
 

@@ -205,7 +205,7 @@ def _blocks(type: TensorType, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[
 # --- comparison at several sizes -----------------------------------------------------------------------------------------
 
 Case = tuple[Sizes, Instances, Sequence[MatchedCommunications]]
-Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # yields each pass and the program after it
+Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # yields each pass and the program after the pass
 
 
 class Results:
@@ -257,9 +257,9 @@ class Results:
 def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[str, int], ...], Case]) -> list[Case]:
     """Sizes at which results are compared, each with the program or a variant that runs the branches for much larger sizes.
 
-    Sizes that do not divide evenly come first, if there are any. Other sizes follow if they run more lines. If instructions pack or unpack
-    blocks, all sizes follow: a swap of pack and unpack does not show if there are as many blocks as rows. For a fusion with many elements,
-    the variant replaces large sizes.
+    Sizes that do not divide evenly come first, if there are any. The remaining sizes follow if they run more lines. If instructions pack or
+    unpack blocks, all sizes follow: a swap of pack and unpack does not show if there are as many blocks as rows. For a fusion with many
+    elements, the variant replaces large sizes.
     """
     max_factor = NEAR_FACTOR if count_elements(fusion, sizes_to_check(program, NEAR_FACTOR)[-1]) <= MANY_ELEMENTS else 1
     sizes = sizes_to_check(program, max_factor)
@@ -291,12 +291,12 @@ def _lines(program: ir.HostProgram) -> dict[tree.Instruction, tree.Instruction]:
 
 
 def _without_values(i: tree.Instruction) -> tree.Instruction:
-    """Replaces the expressions of a computation by 0. Executed instructions have values there."""
+    """Replaces the expressions of a computation by 0. Executed instructions have values in place of expressions."""
     return tree.with_expressions(i, lambda _: Const(0)) if i.work == "compute" else i
 
 
 def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> tuple[str, Op | None]:
-    """First pass that changes a result, and the op of the first value that this pass changes.
+    """First pass that changes a result, and the op of the first value that the pass changes.
 
     The pass is "" if no stage has a wrong result. The op is None if all named values are equal before and after the pass.
     """

@@ -203,7 +203,7 @@ class Real(Samples):
 
     @classmethod
     def from_parts(cls, shadow: Part, element: Part) -> Self:
-        """Numbers with this shadow and this element. Subclasses derive further parts."""
+        """Numbers with the given shadow and element. Subclasses derive further parts."""
         return cls(shadow, element)
 
     @property
@@ -219,7 +219,7 @@ class Real(Samples):
         with np.errstate(all="ignore"):
             return Exact(np.trunc(rounded_if_near(self.value)).astype(np.int64).astype(dtype))
 
-    # In arithmetic, `self` and `other` have one class, and the same number of dims, unless one is a scalar constant.
+    # In arithmetic, `self` and `other` have one class, and the same number of dims, unless one operand is a scalar constant.
 
     def add(self, other: Real) -> Real:
         element = field.sum_of(self.element, other.element)
@@ -338,7 +338,7 @@ def inner_axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 def apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """Calls a function for all samples at once, or for each sample if it raises NeedsSingleSample."""
+    """Calls a function for all samples at once, or for each sample if the function raises NeedsSingleSample."""
     try:
         return _in_samples(function(*operands))
     except NeedsSingleSample:
