@@ -15,10 +15,10 @@ CALLS_PER_NEW_ARRAY = 8  # a rank votes for graphs if at most 1/8 of its calls h
 class CommonGraphs:
     """Common decision of all ranks to run calls as graphs or not, for `Options(graph="auto")` with two-sided and one-sided transports.
 
-    The communication library of these transports requires that all ranks capture a communication, or none. But a rank knows only whether
-    its own arrays repeat. So all ranks vote before calls 3, 5, 9, 17 and so on, at most 4096 calls apart. A rank votes for graphs if at
-    most 1/8 of its calls since the last vote had new arrays. If all ranks vote for graphs and can capture, calls run as graphs until the
-    next vote, and a call with new arrays is captured. Otherwise calls run without graphs.
+    The communication library of these transports requires that all ranks capture a communication, or that no rank does. But a rank knows
+    only whether its own arrays repeat. So all ranks vote before calls 3, 5, 9, 17 and so on, at most 4096 calls apart. A rank votes for
+    graphs if at most 1/8 of its calls since the last vote had new arrays. If all ranks vote for graphs and can capture, calls run as graphs
+    until the next vote, and a call with new arrays is captured. Otherwise calls run without graphs.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class CommonGraphs:
         self._calls += 1
 
     def vote(self, unseen: int) -> bool:
-        """Vote of this rank. `unseen` counts this rank's calls with new arrays."""
+        """True if this rank votes for graphs. `unseen` counts this rank's calls with new arrays."""
         calls, new = self._calls - self._at_last_vote[0], unseen - self._at_last_vote[1]
         return new * CALLS_PER_NEW_ARRAY <= calls
 
@@ -45,7 +45,7 @@ class CommonGraphs:
 
 
 class Captured:
-    """A call with fixed arrays that was captured as a CUDA graph. `Program.capture` returns it.
+    """Result of `Program.capture`: a call with fixed arrays, captured as a CUDA graph.
 
     A launch computes `outputs` from the current values of the captured input arrays. All launches write to the same memory. If several
     threads use the object, put each launch, and each use of its inputs and outputs, inside `with step:`.

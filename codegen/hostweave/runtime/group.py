@@ -64,19 +64,19 @@ def init(
     call_timeout: float = CALL_TIMEOUT,
     device: int | None = None,
 ) -> Group:
-    """Makes this process a rank of a group, so that it can call programs. With `hw.Threads`, the current thread becomes the rank.
+    """Makes this process a rank of a group, so that the process can call programs. With `hw.Threads`, the current thread becomes the rank.
 
-    All ranks must call `init`. The call returns when all ranks have joined, or at once without a store. Returns the existing group
-    if the process or thread is already in it, and a new group if that group has failed. `provider` gives the rank, and a store for messages
-    between ranks. By default the environment variables of torchrun, mpirun or srun give both. Without such variables, this process is the
-    only rank.
+    All ranks must call `init`. The call returns when all ranks have joined, or at once without a store. Returns the existing group if the
+    process or thread is already a rank of the group. If the existing group has failed, returns a new group. `provider` gives the rank, and
+    a store for messages between ranks. By default the environment variables of torchrun, mpirun or srun give the rank and the store.
+    Without these variables, this process is the only rank.
 
     `timeout` in seconds limits how long ranks may take to join, and to make their first call of a program. `call_timeout` in seconds limits
     the duration of a call. `device` is the index of this rank's GPU. The default is the local rank modulo the number of visible GPUs.
 
     Raises ExecutionError if ranks cannot connect, do not join in time, or disagree on the number of ranks. Raises ArgumentError for invalid
-    arguments or environment variables. Also raises ArgumentError if this process is already in the group as another rank or with another
-    number of ranks.
+    arguments or environment variables. Also raises ArgumentError if this process is already in the group with a different rank or a
+    different number of ranks.
 
     Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """
@@ -114,7 +114,7 @@ def init(
 
 
 def current(group: str = "default") -> Group | None:
-    """Returns this thread's or this process's group with that name, or None."""
+    """Returns the group of this thread or this process that is named `group`, or None."""
     for joined in (_thread.groups, _process_groups):
         if (joined_group := joined.get(group)) and not joined_group.closed:
             return joined_group
@@ -122,7 +122,7 @@ def current(group: str = "default") -> Group | None:
 
 
 class Group(FallibleGroup):
-    """Ranks that call programs together. Each rank has its own object of this class, which `hw.init` returns.
+    """Ranks that call programs together. `hw.init` returns a separate object of this class to each rank.
 
     `rank` is the index of this rank, `count` the number of ranks, and `local_rank` the index of this rank among the ranks on its host. If
     the hosts are unknown, `local_rank` is `rank`. A split keeps `local_rank`. A group that has failed cannot be used again.
@@ -190,11 +190,11 @@ class Group(FallibleGroup):
         self.expect_working()
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Splits the group. Ranks that pass the same `color` form a new group, ordered by `key`, then by their rank in this group.
+        """Splits the group. Ranks that pass the same `color` form a new group, ordered by `key`, then by rank in this group.
 
         All ranks of the group must call `split`. A rank that passes color None gets None. `program(x, group=part)` calls a program in the
-        new group `part`. Several groups can work at the same time. If one group fails, the others still work. Closing this group also
-        closes its parts.
+        new group `part`. Several groups can work at the same time. If one group fails, the other groups still work. Closing this group also
+        closes the new groups.
 
         Raises ArgumentError if `color` is neither an int nor None, if `key` is not an int, or in a group of `hw.Communicators`. Raises
         ExecutionError if the group has failed or is closed, or if another rank makes a different call or is late.
@@ -226,13 +226,13 @@ class Group(FallibleGroup):
         """Allocates a contiguous, uninitialised array in memory that the other ranks can access directly (a window).
 
         All ranks must call `empty` together, with the same dtype and the same `target`, "cpu" or "cuda". Shapes may differ. With the
-        transports peer and one_sided, ranks read and write arrays in windows in place, and copy other arrays. If an argument is in a
-        window, all ranks must pass arrays from the same call of `empty`. Views of these arrays must have equal offsets. Programs
-        that can access windows are compiled again for each new set of arguments in windows, unless `Options.windows` is set.
+        transports peer and one_sided, ranks read and write arrays in windows in place, and copy arrays that are not in windows. If an
+        argument is in a window, all ranks must pass arrays from the same call of `empty`. Views of these arrays must have equal offsets.
+        Programs that can access windows are compiled again for each new set of arguments in windows, unless `Options.windows` is set.
 
         On the CPU target, the result is a NumPy array; bf16 and f8 have dtypes of `ml_dtypes`, which DLPack does not support. On CUDA, the
-        result is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB. After `close`,
-        only this rank can access the array.
+        result is an array for functions such as `torch.from_dlpack` and `cupy.from_dlpack`. Memory is allocated in pieces of 2 MiB. After
+        `close`, only this rank can access the array.
 
         Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators` with several ranks. Raises
         ExecutionError if the ranks cannot share memory, for example on several hosts. Also raises ExecutionError if the group is unusable,
@@ -267,7 +267,7 @@ class Group(FallibleGroup):
             if self.closed:
                 return
             self.closed = True
-            self._send(self._announce_leaving)  # first, because freeing channels may wait for other ranks
+            self._send(self._announce_leaving)  # before the channels are freed, because freeing may wait for other ranks
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
@@ -315,7 +315,7 @@ class Group(FallibleGroup):
         return signatures
 
     def same_on_host(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
-        """True if all ranks pass the same value, False if they do not, and None if the ranks have no shared memory. Collective.
+        """True if all ranks pass the same value, None if the ranks have no shared memory, and otherwise False. Collective.
 
         Calls `announce` if a rank does not arrive at once. If the group fails, or a rank does not arrive within `call_timeout`, the message
         ends with `waits_for`.
@@ -348,7 +348,8 @@ class Group(FallibleGroup):
             self._waits_at_barrier = False
 
     def make_barrier(self) -> tuple[HostBarrier | None]:
-        """Creates the barrier's shared memory. Returns (None,) if some rank cannot map it, for example on another host. Collective."""
+        """Creates the barrier's shared memory. Returns (None,) if some rank cannot map the memory, for example on another host.
+        Collective."""
         if self.hosts > 1 or not self._store:
             return (None,)
         barrier = None

@@ -16,7 +16,7 @@ class HostBarrier:
     ranks have read the words of barrier n, which barrier n + 2 overwrites."""
 
     def __init__(self, rank: int, count: int, path: str = ""):
-        """Creates the shared memory, or maps that of another process at `path`. Raises OSError if this fails."""
+        """Creates the shared memory, or maps the shared memory of another process at `path`. Raises OSError on failure."""
         self._rank, self._count, self._number = rank, count, 0
         size = 2 * count * _WORD
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else os.memfd_create("hostweave", os.MFD_CLOEXEC)

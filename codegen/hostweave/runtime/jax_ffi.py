@@ -123,7 +123,7 @@ def _device(jax: Any, program: Program) -> int:
 
 
 def _run(key: int, addresses: Any, stream: int | None, problem: int, size: int) -> int:
-    """Runs a call. XLA calls this function from its own threads."""
+    """Runs a call. Threads of XLA call this function."""
     try:
         _calls[key].run(addresses, stream)
         return 0
@@ -140,7 +140,7 @@ _native_run = ctypes.CFUNCTYPE(
 
 @cache
 def _register(jax: Any, target: str) -> str:
-    """Registers the custom call of a target's programs. Returns its name."""
+    """Registers the custom call of a target's programs. Returns the name of the custom call."""
     library, name = _library(Path(jax.ffi.include_dir()), import_module("jaxlib").__version__), f"hostweave_jax_{target}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform=_PLATFORMS[target])
     return name

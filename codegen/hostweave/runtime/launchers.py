@@ -18,7 +18,7 @@ _PORTS = 16
 
 @dataclass(frozen=True)
 class Launcher:
-    """Names of a launcher's environment variables. `marker` is set if the launcher has started this process."""
+    """Names of a launcher's environment variables. The variable `marker` is set if the launcher has started this process."""
 
     marker: str
     rank: str
@@ -100,7 +100,7 @@ def first_node(nodes: str) -> str:
 def _ports_and_job(environ: Environ, launcher: Launcher) -> tuple[tuple[int, ...], str]:
     """Ports to try, and the name of the job, equal on all ranks. MASTER_PORT is left to torch.distributed."""
     names = [name for name in (*launcher.job, "MASTER_PORT") if name in environ]
-    # MPICH's launcher does not name the job, but its processes on a host have the same parent
+    # MPICH's launcher does not name the job, but the job's processes on a host have the same parent
     job = " ".join(environ[name] for name in names) or f"parent {os.getppid()}"
     if "HOSTWEAVE_PORT" in environ:
         return (_port(environ, "HOSTWEAVE_PORT"),), job

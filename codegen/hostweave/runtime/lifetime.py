@@ -1,7 +1,7 @@
 """Prevents programs from running while the interpreter exits, or in a forked child of a process that has run programs.
 
-At exit, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Python 3.14 hangs them. Before
-that, this module stops all calls and refuses new ones.
+At exit, Python terminates other threads as soon as they request the GIL, even in the middle of C++ code. Python 3.14 blocks the threads
+forever instead. Before Python does so, this module stops all calls and refuses new calls.
 """
 
 import os
@@ -15,7 +15,7 @@ from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 
 _GRACE_SECONDS = 0.2  # seconds for calls to end by themselves
 _INTERRUPT_TIMEOUT = 15.0  # seconds for calls to stop after an interrupt
-_BACKGROUND_TIMEOUT = 2.0  # seconds for background threads to end, such as those that destroy communicators
+_BACKGROUND_TIMEOUT = 2.0  # seconds for background threads to end, such as threads that destroy communicators
 
 _interrupts: list[Callable[[], None]] = []
 _used = False  # True after the first call of `expect_own_devices`
@@ -30,7 +30,7 @@ class _Calls:
     """Counts the threads inside the runtime, which enter by `with calls:`."""
 
     def __init__(self) -> None:
-        self._inside: dict[int, int] = {}  # thread -> nesting depth; each thread writes only its entry
+        self._inside: dict[int, int] = {}  # thread -> nesting depth; each thread writes only its own entry
         self.ending = False
         self.modules: set[ModuleType] = set()  # modules of programs that ranks have used
 
@@ -52,7 +52,7 @@ class _Calls:
             self._inside.pop(thread, None)
 
     def end(self) -> None:
-        """Stops the calls of other threads. Ignores this thread's entry, because an interrupt may have prevented its removal."""
+        """Stops the calls of other threads. Ignores this thread's entry, which may remain after an interrupt."""
         if self.ending:
             return
         self.ending = True
@@ -62,7 +62,7 @@ class _Calls:
         self._wait(_INTERRUPT_TIMEOUT)
 
     def finish(self) -> None:
-        """Waits a limited time for background threads of the runtime, which may wait for other ranks."""
+        """Waits a limited time for the runtime's background threads, which may wait for other ranks."""
         deadline = time.monotonic() + _BACKGROUND_TIMEOUT
         for module in self.modules:
             module.finish_background(max(0.0, deadline - time.monotonic()))
@@ -88,8 +88,8 @@ def expect_running() -> None:
 
 
 def expect_own_devices() -> None:
-    """Raises ExecutionError in a forked process whose parent has run programs. Call this before any import: if another thread was importing
-    a module at the fork, an import of that module never ends in the child."""
+    """Raises ExecutionError in a forked process whose parent has run programs. Call this function before any import: if another thread was
+    importing a module at the fork, an import of that module never ends in the child."""
     global _used
     if _forked:
         raise ExecutionError("programs cannot run in a forked process if they ran before the fork; use spawn")

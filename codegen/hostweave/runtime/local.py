@@ -39,7 +39,7 @@ _build_lock = reset_after_fork(threading.Lock())  # ranks that are threads would
 
 
 class LocalProgram:
-    """A program that is ready to run on this rank. All ranks create it together."""
+    """A program that is ready to run on this rank. All ranks construct the program together."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class LocalProgram:
         lacks: str = "",
         family: object = None,
     ):
-        """`module()` builds and loads the native module. All variants of a program share the object `family`. `lacks` is
-        the reason why this rank's communication library is missing or too old, or "". If `lacks` is not empty on a rank, `out_of_reach` is
-        this text on all ranks, and no channel is created."""
+        """`module()` builds and loads the native module. All variants of a program share the object `family`. `lacks` is the reason why
+        this rank's communication library is missing or too old, or "". If a rank's `lacks` is not empty, every rank takes this text as
+        `out_of_reach`, and no channel is created."""
         group.expect_working()
         self.host, self.target, self._group = host, target, group
         self._verifies_calls = group.count > 1 and (group.in_process or options.verify_calls)
@@ -101,8 +101,8 @@ class LocalProgram:
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
     def _why_out_of_reach(self) -> str:
-        """Reason why this rank cannot access the memory of peers, or "". With optional transports, all ranks return the reason of the first
-        rank that has one."""
+        """Reason why this rank cannot access the memory of peers, or "". With optional transports, all ranks return the first reason that
+        is not empty."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self.host.optional_transports:
             return why
@@ -304,7 +304,7 @@ class LocalProgram:
             checked_call = check_call()
         ready_for = _shapes_of(checked_call)
         changed = self._ready_for != ready_for
-        if changed:  # first, because if this check refuses the sizes, another variant makes the call and compares the sizes
+        if changed:  # before the comparison, because if this check refuses the sizes, another variant makes the call and compares the sizes
             self._expect_divided(checked_call)
         self._compare(checked_call, ready_for)
         if changed:
@@ -318,7 +318,7 @@ class LocalProgram:
         return checked_call
 
     def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
-        """Compares the sizes of a call with those of the other ranks, unless the shapes equal those of the last call."""
+        """Compares the sizes of a call between the ranks, unless the shapes equal the shapes of the last call."""
         if self._compared and self._compared.compare(checked_call, shapes):
             self._shares_algorithms = True
 
@@ -414,7 +414,7 @@ class LocalProgram:
         return [one.bound for one in self._group.agree(signature, waits_for, timeout)]
 
     def _new_outputs(self, checked_call: CheckedCall, on_given_stream: bool) -> list[MadeOutput]:
-        """Allocates the outputs. None for an output in a donated input, or without a block on this rank."""
+        """Allocates the outputs. An output in a donated input, or without a block on this rank, is None."""
         held, library = self._allocates, checked_call.library
         if library is None:
             if any(held):
@@ -455,7 +455,7 @@ def _sizes_of(host: HostProgram, arguments: Arguments, checked_call: CheckedCall
 
 
 def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
-    """Shapes of the global arrays if the blocks of all ranks have these shapes."""
+    """Shapes of the global arrays whose blocks have the shapes `shapes` on all ranks."""
     return [
         tuple(
             int(dim.size) if dim.size.is_int else size * p.type.mesh_in(host.mesh).size_of(dim.axes)
@@ -466,7 +466,7 @@ def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
-    """Native stream of a call with these arrays, or 0 if it is not known before the arrays are checked."""
+    """Native stream of a call with these arrays, or 0 if the stream is not known before the arrays are checked."""
     try:
         if (handle := target.stream(stream)) is not None:
             return handle
@@ -480,7 +480,7 @@ def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
 
 
 def _first_communication(host: HostProgram) -> str:
-    """End of an error message: the first communication, at which a rank waits for the others."""
+    """End of an error message: the first communication, at which a rank waits for the other ranks."""
     instruction = next((i for i in walk(dedupe_functions(host).body) if isinstance(i, Communication)), None)
     if instruction is None:
         return ""

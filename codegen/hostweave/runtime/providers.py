@@ -95,7 +95,7 @@ class Threads:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
-        """Returns a provider for `ranks`, in this order. All these ranks get the same object."""
+        """Returns a provider for `ranks`, in this order. All these ranks get the same provider."""
         with self.lock:
             if name not in self.parts:
                 self.parts[name] = Threads(len(ranks))
@@ -185,9 +185,9 @@ class Environment(KnownRank):
     """Ranks that are processes started by torchrun, mpirun or srun. For several ranks, rank 0 runs a TCP store.
 
     The store listens at HOSTWEAVE_BIND, by default at MASTER_ADDR. Without MASTER_ADDR, the store listens at the first node of an srun
-    step, or at 127.0.0.1 if all ranks are on one host. The port is HOSTWEAVE_PORT. By default, it is one of 16 ports that are computed from
-    MASTER_PORT or the job's name. MASTER_PORT is none of them. HOSTWEAVE_TOKEN is a shared secret that authenticates the ranks. `environ`
-    replaces os.environ. Raises ArgumentError if variables are missing or invalid.
+    step, or at 127.0.0.1 if all ranks are on one host. The port is HOSTWEAVE_PORT. By default, the port is one of 16 ports that are
+    computed from MASTER_PORT or the job's name. MASTER_PORT is not one of the 16 ports. HOSTWEAVE_TOKEN is a shared secret that
+    authenticates the ranks. `environ` replaces os.environ. Raises ArgumentError if variables are missing or invalid.
 
     Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}))`.
     """

@@ -83,7 +83,7 @@ def timed_out(timeout: float, ranks: Sequence[int]) -> str:
 
 
 def _answer(store: Store, prefix: str, entries: list[JoinedRank]) -> None:
-    """Answers all ranks, after all have posted their entries."""
+    """Answers the ranks, after all ranks have posted their entries."""
     answer: dict[str, Any] = {"epoch": entries[0].token, "entries": [asdict(entry) for entry in entries]}
     others = [entry for entry in entries if entry.count != entries[0].count]
     if others:
@@ -123,7 +123,7 @@ def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -
 
 
 def this_host() -> str:
-    """Host name, boot id and pid namespace. If all three are equal, ranks can map each other's memory."""
+    """Host name, boot id and pid namespace. Ranks with equal results can map each other's memory."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     texts = (boot.read_text().strip() if boot.exists() else "", os.readlink(namespace) if namespace.is_symlink() else "")
     return " ".join((socket.gethostname(), *texts))

@@ -60,7 +60,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
 
 
 def _run(choice: Choice, chosen: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Alternative, ...]:
-    """Runs the best alternatives of a choice. Returns them with the program's time in microseconds, fastest first."""
+    """Runs the best alternatives of a choice. Returns these alternatives with the program's time in microseconds, fastest first."""
     by_time = sorted(choice.alternatives, key=lambda one: one.micros)
     wanted = [one for i, one in enumerate(by_time) if i < RANKED or one.algorithm == IN_SEQUENCE]
     programs = [make({**chosen, choice.name: one.name}) for one in wanted]

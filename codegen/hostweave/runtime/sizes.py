@@ -23,12 +23,11 @@ class CallSizes(NamedTuple):
 
 
 class LastSizes:
-    """Sizes of a rank's last calls of a program and its variants.
+    """Sizes of a rank's last calls of a program and of the program's variants.
 
-    A rank compares sizes before a call if the sizes or the variant differ from those of the previous call. Unless the ranks agree at once
-    in shared memory, the rank announces the comparison before it waits for the other ranks. If sizes are consistent, all ranks compare
-    before the same calls. Otherwise, the watchdog of a rank that has begun the call without comparing reads the announcement, and fails
-    the group.
+    A rank compares sizes before a call if the sizes or the variant have changed since the previous call. Unless the ranks agree at once in
+    shared memory, the rank announces the comparison before it waits for the other ranks. If sizes are consistent, all ranks compare before
+    the same calls. Otherwise, the watchdog of a rank that has begun the call without comparing reads the announcement, and fails the group.
     """
 
     def __init__(self, group: Group):
@@ -48,8 +47,8 @@ class LastSizes:
         return last
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
-        """Describes how another rank's sizes of a call differ from this rank's. None if they are equal, if this rank has not begun the
-        call, or if the call is too old."""
+        """Describes how another rank's sizes of a call differ from this rank's sizes. None if the sizes are equal, if this rank has not
+        begun the call, or if the call is too old."""
         calls_ago = self.calls - call
         if calls_ago < 0 or calls_ago >= len(self.recent_calls):
             return None
@@ -88,7 +87,7 @@ class ComparedSizes:
         self._group.compared_calls -= 1
 
     def compare(self, checked_call: CheckedCall, shapes: object) -> bool:
-        """Compares the sizes of the next call between ranks, unless the sizes and the variant equal those of the last call. Returns
+        """Compares the sizes of the next call between ranks, unless the sizes and the variant are the same as in the last call. Returns
         True for sizes that no earlier call or `prepare` of this variant had. `shapes` is a key of the sizes."""
         last = self._last
         if last.variant is self and last.shapes == shapes:
@@ -136,7 +135,7 @@ class ComparedSizes:
         self.is_first = False
 
     def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], checked_call: CheckedCall) -> str | None:
-        """Describes how another rank's sizes of a call differ from this rank's, or None."""
+        """Describes how another rank's sizes of a call differ from this rank's sizes, or None if the sizes are equal."""
         return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(checked_call)})
 
     def _gather(self, call: int, record: str) -> list[str]:
@@ -152,7 +151,7 @@ class ComparedSizes:
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
 
     def _difference(self, given: Mapping[int, CallSizes]) -> str | None:
-        """Describes the first input whose size differs between these ranks."""
+        """Describes the first input whose size differs between the ranks of `given`."""
         for index, parameter in enumerate(self._host.arguments):
             if len({sizes.global_shapes[index] for sizes in given.values()}) == 1:
                 continue

@@ -1,4 +1,5 @@
-"""Report of a hang: for each rank and stream, the last finished line, the first unfinished line, and the ranks for which this line waits.
+"""Report of a hang: for each rank and stream, the last finished line, the first unfinished line, and the ranks for which the unfinished
+line waits.
 
 A rank's position is a list of `RankPosition`, one per program. `describe` combines the positions of all ranks.
 """

@@ -33,7 +33,7 @@ class Store(Protocol):
         """Sets or replaces a value."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Waits up to `timeout` seconds until the value is set, and returns it. Raises TimeoutError if it is not set by then."""
+        """Waits up to `timeout` seconds until the value is set, and returns the value. Otherwise raises TimeoutError."""
 
 
 class MemoryStore:
@@ -85,7 +85,7 @@ class TcpServer:
     """Server that stores the values. The server runs in a thread."""
 
     def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
-        """Listens at the first free address. Raises ExecutionError if it can listen at none."""
+        """Listens at the first free address. Raises ExecutionError if listening fails at every address."""
         self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
         self.waiting: dict[str, set[asyncio.Future[bytes]]] = {}
@@ -226,7 +226,7 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Makes the server set this value if this process ends without `close`, and the key has no value then."""
+        """Makes the server set `key` to `value` if this process ends without `close`, unless the key then has a value."""
         if self._will_connection is None:
             self._will_connection = self._connect(self.address, self.answer_timeout)
         _send_and_receive(self._will_connection, _WILL, key, value, 0, self.answer_timeout)

@@ -37,7 +37,7 @@ _STOP_TIMEOUT = 60.0  # seconds for stopped ranks to answer; a rank of the CPU t
 _numbers = count()
 _teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
 _kept_alive: list[BaseException] = []  # errors kept at exit, because freeing the objects to which they refer would crash the process
-_run_lock = reset_after_fork(threading.Lock())  # held while a program runs on all ranks, because two such programs could deadlock
+_run_lock = reset_after_fork(threading.Lock())  # held while a program runs on all ranks, because two programs at a time could deadlock
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Team:
         return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
 
     def _call(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], work: StagedWork[T]) -> list[T]:
-        """Prepares the ranks for these calls, and runs `work` on every rank."""
+        """Prepares the ranks for `calls`, and runs `work` on every rank."""
         for group in self.groups:
             group.call_timeout = schedule().timeout_seconds * len(calls)
         module = programs[0].module
@@ -122,13 +122,13 @@ class Team:
         try:
             yield
         finally:
-            del lease, member  # otherwise the traceback of an error would keep these objects alive
+            del lease, member  # otherwise the traceback of an error would keep the lease and the member alive
 
     def each(self, work: Callable[[int], T], programs: Sequence[LocalProgram] = ()) -> list[T]:
         """Runs `work` on each rank's thread. Returns the results, by rank.
 
-        If this call is interrupted, a call of `programs` is overdue, or the group fails, stops all ranks. Other errors of a rank do not
-        stop the other ranks. Raises the error that made the group fail, or else the first error.
+        Stops all ranks if this call is interrupted, a call of `programs` is overdue, or the group fails. An error of one rank alone does
+        not stop the other ranks. Raises the error that made the group fail, or else the first error.
         """
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
@@ -157,7 +157,7 @@ class Team:
                 raise next((error for error in errors if first.endswith(str(error))), errors[0])
             return [results[rank] for rank in range(len(self._work))]
         finally:
-            errors.clear()  # their tracebacks refer to this frame
+            errors.clear()  # the tracebacks of the errors refer to this frame
             error = None
 
     def _expect_progress(self, programs: Sequence[LocalProgram]) -> None:
@@ -232,7 +232,7 @@ def _positions(programs: Sequence[LocalProgram]) -> list[str]:
 
 @atexit.register
 def _end_all() -> None:
-    """Ends the threads of all ranks, before Python ends them and destroys their objects."""
+    """Ends the threads of all ranks, before Python ends these threads and destroys their objects."""
     native_calls.end()
     for team in _teams.values():
         team.close()

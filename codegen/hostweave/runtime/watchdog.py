@@ -43,7 +43,7 @@ class Watchdog:
             self._listener.join(_LISTEN_SECONDS)
 
 
-# The threads may free the group and its device memory, but only inside `with calls`, because the interpreter then does not exit.
+# The threads may free the group and its device memory, but only inside `with calls`, where the interpreter does not exit.
 
 
 def _listen(group_ref: weakref.ref[FallibleGroup], watchdog_state: Watchdog) -> None:

@@ -87,7 +87,7 @@ class Windows:
         self.connected: set[str] = set()  # targets for which the ranks share memory
 
     def array(self, memory: Any, module: ModuleType, size: int, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
-        """Returns an array in window memory of `size` bytes. `position_of` finds the array while its memory is in use."""
+        """Returns an array in window memory of `size` bytes. `position_of` finds the array while the memory is in use."""
         kept = [one for one in self._known if one[-1]() is not None and one[0] != memory.address]
         self._known = sorted([*kept, (memory.address, self.allocated, max(1, size), weakref.ref(memory))], key=itemgetter(0))
         if device != CPU_DEVICE:
@@ -101,7 +101,7 @@ class Windows:
         return WindowPosition(number, address - begin) if address - begin < size and memory() is not None else None
 
     def names(self, bound: BoundInputs, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
-        """Names of the bound inputs and other parameters whose arrays are in windows."""
+        """Names of the bound inputs, and of the parameters in `arguments`, whose arrays are in windows."""
         if (names_of_bound := self._bound_names.get(bound)) is None:
             names_of_bound = self._bound_names[bound] = tuple(
                 name for name, (_, array) in bound.arrays.items() if self._position_of_array(array)
@@ -114,7 +114,7 @@ class Windows:
     def _position_of_array(self, array: Array) -> WindowPosition | None:
         try:
             return self.position_of(library_of(array).address(array))
-        except (TypeError, AttributeError, RuntimeError):  # not an array; the call will report this
+        except (TypeError, AttributeError, RuntimeError):  # the call will report that this is not an array
             return None
 
 

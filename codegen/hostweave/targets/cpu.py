@@ -61,7 +61,7 @@ class _Cpu(Target):
             yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
 
     def machine(self, ranks: int) -> Machine:
-        """The H200, so that the CPU target runs programs as they are compiled for GPUs."""
+        """The H200, so that programs are compiled for the CPU target as for GPUs."""
         return H200
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:

@@ -19,7 +19,7 @@ NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if
 
 
 class Target(Protocol):
-    """A kind of device: the toolchain that builds programs for it, and the properties of its ranks."""
+    """A kind of device: the toolchain that builds programs for the device, and the properties of ranks on the device."""
 
     name: str
     is_asynchronous: bool  # calls only enqueue work, so a watchdog must detect hangs
@@ -45,7 +45,7 @@ class Target(Protocol):
         return []
 
     def why_not_here(self, ranks: int) -> str:
-        """Reason why this process cannot run this number of ranks, with a remedy, or ""."""
+        """Reason why this process cannot run `ranks` ranks, with a remedy, or ""."""
         return ""
 
     def expect_memory(self) -> None:

@@ -30,7 +30,7 @@ BY_KERNELS = 32  # slowdown of attention without tensor cores
 
 @dataclass(frozen=True)
 class Work:
-    """Time that an operation takes alone, and the engine that executes it."""
+    """Time that an operation takes alone, and the engine that executes the operation."""
 
     seconds: float
     engine: str = ""  # "multiprocessors" (a fraction `share` of them), "kernels" (that communicate), "copies", or ""

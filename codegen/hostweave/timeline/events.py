@@ -14,7 +14,7 @@ class Event:
     """One execution of an instruction on one rank. Times are in microseconds since the start of the call.
 
     `after` has the indices of events that must end before this event starts. `meets` has the indices of events that must start before this
-    event proceeds, such as the events of a collective on all ranks.
+    event proceeds, such as the events of the same collective on all ranks.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of one rank in a call, in microseconds, and the bytes that it sends to other ranks."""
+    """Totals of one rank in a call, in microseconds, and the bytes that the rank sends to other ranks."""
 
     rank: int
     busy: float  # time in which the rank computes
@@ -114,7 +114,7 @@ class Timeline:
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
-        """Indices of the events for which an event waits. Events on other ranks that delayed its collective or signal are included."""
+        """Indices of the events for which an event waits. Includes events on other ranks that delayed the event's collective or signal."""
         event = self.events[number]
         awaited = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
         return [earlier for earlier in awaited - seen if self.events[earlier].end <= event.end]

@@ -20,7 +20,7 @@ class GraphRow:
     text: str  # "%y = matmul(%x, %w)"
     kind: str  # "head", "input", or COMMUNICATION or COMPUTE for the result of an op
     dtype: str = ""
-    dims: tuple[tuple[str, tuple[str, ...]], ...] = ()  # size of each dim, and the mesh axes that shard it
+    dims: tuple[tuple[str, tuple[str, ...]], ...] = ()  # size of each dim, and the mesh axes that shard the dim
     note: str = ""  # "partial(sum, x)", "async"
     source: str = ""
     operands: tuple[int, ...] = ()  # rows of the operands
@@ -39,7 +39,7 @@ class OpGraph:
 
     @property
     def arcs(self) -> Iterator[tuple[int, int, str]]:
-        """(row of the operand, row of the user, SVG path between them) for each arc."""
+        """(row of the operand, row of the user, SVG path between the rows) for each arc."""
         for user, row in enumerate(self.rows):
             for operand in row.operands:
                 y0, y1 = (LINE * number + LINE // 2 for number in (operand, user))

@@ -1,4 +1,5 @@
-"""Adds marks to a host program, and makes a timeline of their measured times. Marks surround instructions that compute or communicate.
+"""Adds marks to a host program, and makes a timeline of the measured times of the marks. Marks surround instructions that compute or
+communicate.
 
 matmul %x, %w -> %y     ->     mark
                                matmul %x, %w -> %y
@@ -63,7 +64,7 @@ def _in_order(timeline: Timeline) -> Timeline:
 
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
-    """Assigns the times of each pair of marks to the tasks between them."""
+    """Assigns the times of each pair of marks to the tasks between the two marks."""
     at = iter(times)
     begun: float | None = None
     inside: list[SimulatedTask] = []

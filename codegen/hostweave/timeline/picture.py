@@ -30,7 +30,7 @@ class Box:
     """A rectangle: an event, an interval of exposed communication, or an interval of constant memory."""
 
     number: int  # index of the timeline
-    event: int  # index of the event; -1 for other rectangles
+    event: int  # index of the event; -1 for a rectangle that is not an event
     start: float  # microseconds
     end: float
     x: float
@@ -89,7 +89,7 @@ class Picture:
 
     @cached_property
     def memory(self) -> list[Box]:
-        """Bars of the predicted memory of the first rank. Their heights are proportional to the bytes."""
+        """Bars of the predicted memory of the first rank. The heights of the bars are proportional to the bytes."""
         steps = self.timelines[0].memory
         ends = [*(start for start, _ in steps[1:]), self.timelines[0].micros]
         return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]

@@ -116,7 +116,7 @@ class Report:
 
 
 def _told(timeline: Timeline, ranks: set[int]) -> dict[int, dict[str, Any]]:
-    """Events of these ranks by index, without dependencies on events of other ranks."""
+    """Events of `ranks` by index, without dependencies on events of other ranks."""
     known = {number: event for number, event in enumerate(timeline.events) if event.rank in ranks}
     met = {event.meets: [number for number in event.meets if number in known] for event in known.values()}
     return {

@@ -1,9 +1,9 @@
 """Simulates when the operations of all ranks start and end on a machine. Concurrent operations slow each other down.
 
 A stream executes one operation after another. A wait for an event or a signal ends when the event or signal has occurred. A communication
-proceeds after the operations that it awaits have started, such as a collective on all ranks. Operations of one rank share multiprocessors
-in proportion to their occupancy, and links evenly. Computation is slower while kernels or copy engines communicate, by the factors in
-`communication/cost.py`. Kernels that communicate are slower while the rank computes.
+proceeds after the operations that it awaits have started. A collective awaits the same collective on all ranks. Operations of one rank
+share multiprocessors in proportion to their occupancy, and links evenly. Computation is slower while kernels or copy engines communicate,
+by the factors in `communication/cost.py`. Kernels that communicate are slower while the rank computes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rendezvous:
 class SimulatedTask:
     operation: Operation
     work: Work
-    after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before this one starts
+    after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before this task starts
     end_needed_by: list[SimulatedTask] = field(default_factory=list)
     meets: list[Rendezvous] = field(default_factory=list)  # rendezvous that must be complete before this task begins its work
     completes: list[Rendezvous] = field(default_factory=list)  # rendezvous that wait for the start of this task
@@ -68,16 +68,16 @@ def tasks_of(instances: Instances, matches: Iterable[MatchedCommunications], mac
 def simulate(ranks: list[list[SimulatedTask]]) -> None:
     _Simulator(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
-        if task.operation.instruction.posts == "wait_signal":  # The wait starts when its stream reaches it.
+        if task.operation.instruction.posts == "wait_signal":  # The wait starts when the stream reaches the wait.
             task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
 
 
 def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
-    """Tasks of one rank. A task follows the last task of its stream, and the tasks for which it waits. A communication that may be
+    """Tasks of one rank. A task follows the previous task of its stream, and the tasks for which it waits. A communication that may be
     serialised also follows the previous such communication."""
     found: dict[Operation, SimulatedTask] = {}
     latest: dict[object, SimulatedTask] = {}
-    engine: dict[object, str] = {}  # stream -> last engine that it used
+    engine: dict[object, str] = {}  # stream -> last engine that the stream used
     posted: SimulatedTask | None = None
     has_met = False
     for operation in operations:
@@ -131,7 +131,7 @@ class _Simulator:
         self.ranks = ranks
         self.now = 0.0
         self.running: dict[int, list[SimulatedTask]] = defaultdict(list)
-        self.ends: list[tuple[float, int, SimulatedTask, float]] = []  # heap of (end at this rate, serial number, task, rate)
+        self.ends: list[tuple[float, int, SimulatedTask, float]] = []  # heap of (end at `rate`, serial number, task, rate)
         self.pushed = 0
 
     def run(self) -> None:

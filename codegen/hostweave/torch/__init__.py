@@ -73,13 +73,13 @@ def compile(
     - a module, with a style of torch.distributed.tensor.parallel: `"q_proj": ColwiseParallel()`, RowwiseParallel, SequenceParallel or
       PrepareModuleInput.
 
-    All other shardings are inferred. A DTensor parameter keeps its sharding. Outputs are replicated, unless the plan names the
-    module that returns them. An axis other than tp may shard both a parameter and the first dim of an input. The parameter is then gathered
-    along this axis before use.
+    Shardings that the plan does not state are inferred. A DTensor parameter keeps its sharding. Outputs are replicated, unless the plan
+    names the module that returns them. An axis other than tp may shard both a parameter and the first dim of an input. The parameter is
+    then gathered along this axis before use.
 
-    A module that `fully_shard` prepared needs no plan. If the plan states no inputs, `example_inputs` are then the inputs of one rank, and
-    inputs with as many rows as the first tensor are sharded by rows. Results with one row per input row have the rows of the rank, and a
-    loss is over the rows of all ranks.
+    A module that `fully_shard` prepared needs no plan. If the plan of such a module states no inputs, `example_inputs` are the inputs of
+    one rank. Inputs with as many rows as the first tensor are then sharded by rows. Results with one row per input row have the rows of the
+    rank, and a loss is over the rows of all ranks.
 
     `example_inputs` are the arguments of a call, as a tuple or as a dict of keyword arguments. torch.export records the graph for these
     arguments. Sizes are fixed, except those in `dynamic_shapes`, which is written as for torch.export. Equal modules of a list, such as
@@ -92,8 +92,8 @@ def compile(
 
     `clip_grad_norm` is the maximum norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. With `accumulate=N` the gradients
     of N calls are added, and every N-th call updates the parameters. Divide the loss by N to get the mean. `scaler` is a
-    torch.amp.GradScaler for 16-bit gradients. Each call scales the gradients, but not the loss that it returns. A call that updates
-    parameters also does the work of `unscale_`, `step` and `update`.
+    torch.amp.GradScaler for 16-bit gradients. Each call scales the gradients, but not the returned loss. A call that updates parameters
+    also does the work of `unscale_`, `step` and `update`.
 
     With `fp8="row"`, linears whose weights are in the plan, or are DTensors, are computed in 8-bit floats, with one scale per row. "tensor"
     uses one scale per tensor. "block" uses one scale per 128 elements of activations, and per 128 x 128 elements of weights.
@@ -111,9 +111,9 @@ def compile(
     1F1B, interleaved if there are more than P stages, and changes the order if the cost model predicts a gain. `optimizer` has the
     parameters of all stages; each rank stores only the state of its stages.
 
-    Raises ProgramError for invalid arguments, for a plan that does not fit the module, and for a module that cannot be compiled. If ops are
-    not supported, the error lists all of them, each with the first line that uses it. `example_inputs` that do not fit `forward` may also
-    raise ArgumentError or TypeError.
+    Raises ProgramError for invalid arguments, for a plan that does not fit the module, and for a module that cannot be compiled. The error
+    lists all unsupported ops, each with the first line that uses the op. `example_inputs` that do not fit `forward` may also raise
+    ArgumentError or TypeError.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """

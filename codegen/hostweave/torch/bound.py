@@ -1,4 +1,4 @@
-"""Programs of a module, with the module's tensors bound to them."""
+"""Programs of a module, with the module's tensors bound to the programs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class ProgramPart:
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """Binds the tensors that the program reads in place and, in a group, copies of the others. Returns program and copies."""
+        """Binds the tensors that the program reads in place and, in a group, copies of the tensors that it cannot read in place. Returns
+        program and copies."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])

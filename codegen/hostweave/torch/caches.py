@@ -1,5 +1,5 @@
-"""Caches of transformers as arguments of a compiled module. Their tensors are inputs of the program. All other attributes must have the
-values that they had at compile time."""
+"""Caches of transformers as arguments of a compiled module. The tensors of a cache are inputs of the program. All other attributes of the
+cache must have the same values as at compile time."""
 
 import sys
 import weakref
@@ -99,7 +99,7 @@ def _not_loaded(_: str) -> Any:
 
 
 def has_tensors(cache: Any) -> bool:
-    """True if the cache has allocated tensors. The first call of a module allocates them."""
+    """True if the cache has allocated tensors. The first call of a module allocates the tensors."""
     return any(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in pytree.tree_leaves([vars(one) for one in cache.layers]))
 
 
@@ -123,7 +123,7 @@ class Snapshot:
         self._held, self._last = _held(cache), list[dict[str, Any]]()
 
     def equals(self, cache: Any) -> bool:
-        """True if the tensors have the same memory, shapes and dtypes, and other values are unchanged."""
+        """True if the tensors have the same memory, shapes and dtypes, and all other attributes are unchanged."""
         states = [vars(cache), *map(vars, cache.layers)]
         if len(states) == len(self._last) and all(map(_is_identical, states, self._last)):  # fast path, in C
             return True
@@ -162,7 +162,8 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Fills the tensors with zeros, and hands them to a cache. Returns False if another cache uses them, or if they do not fit."""
+        """Fills the tensors with zeros, and hands the tensors to a cache. Returns False if another cache uses the tensors, or if the
+        tensors do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:
@@ -183,12 +184,12 @@ def continued(given: Any, returned: Any) -> None:
                     vars(own).update(vars(new))
 
 
-Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # (index of a layer, arguments of its request for tensors)
+Requests = list[tuple[int, tuple[Any, ...], dict[str, Any]]]  # (index of a layer, arguments of the layer's request for tensors)
 
 
 def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Requests:
     """Records the calls of `lazy_initialization`, by which a module allocates the tensors of cache layers. `run(trial, fake)` calls the
-    module with `trial`, a copy of the cache. `fake` replaces the tensors of other arguments by fake tensors."""
+    module with `trial`, a copy of the cache. `fake` replaces the tensors of the arguments, except the cache, by fake tensors."""
     trial, asked = deepcopy(cache), Requests()
     for number, layer in enumerate(trial.layers):
 

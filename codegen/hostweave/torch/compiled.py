@@ -49,7 +49,8 @@ class Delegating(nn.Module):
         return getattr(module, name) if module is not None else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets public attributes of the wrapped module on that module, whose `forward` reads them. Sets others on this object."""
+        """Sets public attributes of the wrapped module on the wrapped module, whose `forward` reads these attributes. Sets all other
+        attributes on this object."""
         module = vars(self).get("_module")
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         setattr(module, name, value) if not is_own and hasattr(module, name) else super().__setattr__(name, value)
@@ -79,9 +80,9 @@ class Delegating(nn.Module):
 
 
 class CompiledModule(Delegating):
-    """A compiled module, as `hostweave.torch.compile` returns it.
+    """A compiled module, returned by `hostweave.torch.compile`.
 
-    A call has the arguments and results of the original module. Parameters, buffers, state dict and other attributes are those of the
+    A call has the arguments and results of the original module. Parameters, buffers, state dict and other attributes are shared with the
     original module.
 
     In a process or thread that is a rank of a group (`hw.init`), a call runs that rank. Sharded arguments are then local blocks, and other
@@ -114,15 +115,17 @@ class CompiledModule(Delegating):
 
     @property
     def checks_values(self) -> bool:
-        """True if the module checks values on the host after each call, as torch.linalg.inv does. Such a call cannot be captured."""
+        """True if the module checks values on the host after each call, as torch.linalg.inv does. A call of such a module cannot be
+        captured."""
         return bool(self._graph.checks)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
         """Generates sequences like `generate` of transformers, with the same arguments. The programs use a static cache.
 
-        One program processes prompts, and another computes the next token of each sequence. They are compiled on first use, for each number
-        of sequences and each cache length (by default a multiple of 64). In a group, all ranks call `generate` with the same prompts, and
-        with the same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a static cache is impossible.
+        One program processes prompts, and another computes the next token of each sequence. Both programs are compiled on first use, for
+        each number of sequences and each cache length (by default a multiple of 64). In a group, all ranks call `generate` with the same
+        prompts, and with the same seed if tokens are sampled. Raises ArgumentError if the module has no `generate`, or if a static cache is
+        impossible.
 
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """
@@ -293,14 +296,15 @@ class CompiledModule(Delegating):
         return self._returned(made)
 
     def _expect_valid(self, known: Mapping[Node, Any]) -> None:
-        """Checks values of a call on the host, and raises torch's errors for them. Waits for these values."""
+        """Waits for the values of a call that are checked, checks these values on the host, and raises torch's errors for invalid
+        values."""
         for check in self._graph.checks:
             given: Any = check.args
             condition = known.get(given[2], self._graph.constants.get(given[2]))
             given[1](condition, *given[3:], **check.kwargs)
 
     def _returned(self, known: dict[Node, Any]) -> Any:
-        """Builds the module's result. Copies constants that the module does not own, because the caller may write to them."""
+        """Builds the module's result. Copies constants that the module does not own, because the caller may write to the result."""
         constants = self._graph.constants
 
         def value(node: Any) -> Any:

@@ -141,7 +141,7 @@ def _mul(a: Any, b: Any) -> Any:
 
 
 def _reciprocal(x: Pair) -> Pair:
-    """1 / x. First divides x by the larger magnitude of its parts, so that squares do not overflow."""
+    """1 / x. First divides x by the larger magnitude of the two parts of x, so that squares do not overflow."""
     scale = torch.maximum(x.re.abs(), x.im.abs())
     re, im = x.re / scale, x.im / scale
     norm = (re * re + im * im) * scale
@@ -257,7 +257,7 @@ def _r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Pai
 
 
 def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
-    """Inverse transform with a real result. x has the first size // 2 + 1 terms; the other terms are conjugates of these."""
+    """Inverse transform with a real result. x has the first size // 2 + 1 terms; the missing terms are conjugates of these terms."""
     x, (*others, last) = _as_pair(x), dims
     scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
     for dim in others:

@@ -105,7 +105,7 @@ def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Seq
 
 
 class _OfElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Allows only pointwise ops on tensors of `ndim` dims or no dims. Raises ProgramError for other ops."""
+    """Raises ProgramError for all ops except pointwise ops on tensors of `ndim` dims or no dims."""
 
     def __init__(self, ndim: int):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> A
 
 def _median(skips_nan: bool) -> Callable[..., Any]:
     def median(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
-        """Returns the lower median and its index. A NaN makes the median NaN, unless `skips_nan`."""
+        """Returns the lower median and the index of the median. A NaN makes the median NaN, unless `skips_nan`."""
         if not x.ndim:
             return x, torch.zeros_like(x, dtype=torch.int64)
         counted = (~torch.isnan(x)).sum(dim, keepdim=True)
@@ -245,7 +245,7 @@ def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> A
 
 
 def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
-    """Returns x with its first elements along each dim replaced by `part`."""
+    """Replaces the first elements of x along each dim by `part`, and returns the result."""
     if x.shape[dim:] == part.shape[dim:] or dim == x.ndim:
         return part
     inner = _into(x.narrow(dim, 0, part.shape[dim]), part, dim + 1)
@@ -374,7 +374,8 @@ def angle(x: torch.Tensor) -> Any:
 
 
 def frexp(x: torch.Tensor) -> Any:
-    """Returns the mantissa, with a magnitude from 0.5 to below 1, and the exponent. For 0, infinities and NaNs these are x and 0.
+    """Returns the mantissa, with a magnitude from 0.5 to below 1, and the exponent. For 0, infinities and NaNs, the mantissa is x and the
+    exponent is 0.
 
     Subnormal numbers are first multiplied by 2^64. The exponent from log2 may be wrong by 1; the mantissa is then out of range, and both
     are corrected.

@@ -17,8 +17,8 @@ def as_torch_op(program: Program, name: str) -> Any:
     inputs in order.
 
     The op works under torch.compile(fullgraph=True), torch.export and make_fx, and in CUDA graphs. In a process or thread that is a rank of
-    the default group, a call runs this rank, like `program(...)`. Otherwise a call runs all ranks in this process, like `program.run(...)`.
-    The op has no gradient. Use torch.library.register_autograd to attach a program that computes gradients.
+    the default group, a call runs the program on this rank, like `program(...)`. Otherwise a call runs all ranks in this process, like
+    `program.run(...)`. The op has no gradient. Use torch.library.register_autograd to attach a program that computes gradients.
 
     Raises ArgumentError if `program` is not a compiled program, or donates inputs, or if the name has no namespace or is taken.
 

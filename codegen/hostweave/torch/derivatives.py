@@ -1,6 +1,6 @@
-"""Differentiates equal layers once. AOTAutograd traces the first layer. Each later layer is one op, and so is its derivative. Afterwards,
-each of these ops is replaced by a copy of the nodes of the first layer, or of its derivative. Layers are equal if they compute the same
-function, and the same arguments require grad."""
+"""Differentiates equal layers once. AOTAutograd traces the first layer. Each later layer is one op, and the derivative of this layer is
+another op. Afterwards, a copy of the nodes of the first layer, or of the first layer's derivative, replaces each of these ops. Layers are
+equal if they compute the same function, and if the same arguments require grad."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +19,12 @@ class _FirstDerivative:
     layer: Traced
     derivative: Traced
     differentiable: list[int] = field(default_factory=list)  # indices of results
-    reached: list[int] = field(default_factory=list)  # indices of arguments on which these results depend
+    reached: list[int] = field(default_factory=list)  # indices of arguments on which the differentiable results depend
 
 
 class Derivatives:
-    """Repeated layers of a graph. `firsts` is cleared before each call of the traced function, because AOTAutograd calls it twice."""
+    """Repeated layers of a graph. `firsts` is cleared before each call of the traced function, because AOTAutograd calls this function
+    twice."""
 
     def __init__(self, outer: Graph):
         layers = (layer for layer in repeated_layers(outer) if all(map(_is_tensor, (*layer.arguments, *layer.results))))
@@ -31,7 +32,7 @@ class Derivatives:
         self.firsts: dict[object, _FirstDerivative] = {}
 
     def results(self, layer: Layer, taken: Sequence[torch.Tensor], compute: Callable[..., list[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """Results of a layer for the arguments `taken`. Records how to differentiate them."""
+        """Results of a layer for the arguments `taken`. Records how to differentiate the results."""
         key = id(layer.like), tuple(one.requires_grad for one in taken)
         if first := self.firsts.get(key):
 
@@ -78,8 +79,8 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op that replaces a layer, or marks its start or end. The op `derivative` reads the gradients of some results, and returns the
-    gradients of some arguments."""
+    """An op that replaces a layer, or marks the start or end of a layer. The op `derivative` reads the gradients of some results, and
+    returns the gradients of some arguments."""
 
     op: Callable[[list[Any], int], Any]  # (tensors, number of the traced layer)
     derivative: Callable[[list[Any], int], Any]

@@ -1,6 +1,7 @@
 """Modules that `parallelize_module` or `fully_shard` of torch.distributed prepared.
 
-Their hooks gather and cast DTensors. A compiled program contains these gathers and casts, so the hooks are disabled during an export.
+The hooks of these modules gather and cast DTensors. A compiled program contains these gathers and casts, so the hooks are disabled during
+an export.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,7 @@ def on_global_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    """Restores the earlier hooks. They come before hooks that were added since."""
+    """Restores the hooks in `before`, ahead of the hooks that were added since."""
     now = {**before, **hooks}
     hooks.clear()
     hooks.update(now)
@@ -110,7 +111,7 @@ def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 
 
 def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
-    """Casts arguments and results of a module as its policy says, until the stack is closed."""
+    """Casts arguments and results of a module as `policy` says, until the stack is closed."""
     if policy.param_dtype and policy.cast_forward_inputs:
         part._forward_pre_hooks[_OURS] = _casts(policy.param_dtype)[0]
         part._forward_pre_hooks_with_kwargs[_OURS] = True

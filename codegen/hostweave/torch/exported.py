@@ -49,7 +49,7 @@ _KEPT = """
 linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss dropout
 split chunk stack cumsum one_hot
 """
-# Decomposed by torch's rules, although torch.export keeps them.
+# Decomposed by torch's rules: ops that torch.export would keep.
 _NOT_KEPT = """
 elu leaky_relu native_group_norm _native_batch_norm_legit _native_batch_norm_legit_functional
 upsample_bilinear2d upsample_bicubic2d upsample_nearest2d
@@ -257,7 +257,7 @@ def _line_of(error: Exception) -> Location | None:
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
 
 
-# private functions of torch; other versions may lack them
+# private functions of torch, which other versions of torch may lack
 _SLOW = (
     (exported_program, "_collect_all_valid_cia_ops"),
     (exported_program, "_override_composite_implicit_decomp"),
@@ -315,7 +315,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or cls.__module__.startswith("torch._"):  # torch uses such classes to trace
+        if threading.get_ident() != thread or cls.__module__.startswith("torch._"):  # torch traces with its private classes
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:  # ignored, because the min-cut partitioner chooses the values to save
             function, _, *given = args
@@ -359,7 +359,7 @@ def _mark_uses(graph: Graph, node: Node) -> None:
 
 
 def _expect_unwritten(node: Node) -> None:
-    """Refuses writes to a node and to its views, because they would also change the operand of detach()."""
+    """Refuses writes to a node and to its views, because such writes would also change the operand of detach()."""
     for user in node.users:
         schema = getattr(user.target, "_schema", None)
         of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []

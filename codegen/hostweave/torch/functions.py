@@ -1,6 +1,6 @@
 """Functions of torch on tensors of a fusion, such as `torch.relu(x)`. A call is recorded as ATen ops on "meta" tensors. `aten.TABLE`
 translates these ops. In the recording, multiples of large primes represent unknown sizes. A second recording with other primes shows which
-numbers depend on these sizes."""
+numbers depend on the unknown sizes."""
 
 import operator
 import re
@@ -76,7 +76,7 @@ class _Sizes:
         return [dim.size.bind(self._numbers) for dim in x.type.dims]
 
     def shape(self, value: Any) -> tuple[int | str, ...]:
-        """Shape of a recorded value, with symbolic sizes in place of the numbers that represent them."""
+        """Shape of a recorded value, with symbolic sizes in place of the numbers that represent the sizes."""
         return tuple(map(self.text, value.shape))
 
     def in_words(self, text: str) -> str:
@@ -179,7 +179,7 @@ def _refused(name: str, why: str) -> ProgramError:
 
 
 def _name(function: Any) -> str:
-    """Name for the user, such as torch.relu or torch.nn.functional.silu."""
+    """Name of the function for the user, such as torch.relu or torch.nn.functional.silu."""
     name = getattr(function, "__name__", str(function))
     functional = getattr(torch.nn.functional, name, None)
     module = "torch.nn.functional" if functional is function and not hasattr(torch, name) else "torch"

@@ -54,7 +54,7 @@ class TokenGraph:
     """CUDA graph of a call for one token of each sequence. A launch uses the same cache, with new tokens and masks."""
 
     def __init__(self, program: CompiledModule, kwargs: Mapping[str, Any], word: str):
-        """Runs the call and captures it. `word` is the name of the cache argument."""
+        """Runs and captures the call. `word` is the name of the cache argument."""
         self._word, cache = word, kwargs[word]
         given = {name: _clone(value) for name, value in {**kwargs, word: None}.items()}
         self._leaves, self._form = _flat(given)
@@ -105,12 +105,12 @@ class _Rank:
 
 
 class Generation:
-    """Programs of a module that generates sequences. A program is compiled when a call first needs it."""
+    """Programs of a module that generates sequences. A program is compiled at the first call that needs the program."""
 
     def __init__(self, module: Any, compile: Callable[..., CompiledModule]):
         """`compile` compiles the module for given keyword arguments and dynamic shapes."""
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
-        self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of its sharded dims, 0 for other dims
+        self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of sharded dims, 0 for dims that are not sharded
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
         self._requests: list[tuple[object, caches.Requests]] = []  # ((form of an empty cache, sizes), requests)
         self._parameters = tuple(inspect.signature(module.forward).parameters)  # cached, because `signature` takes as long as five launches
@@ -177,12 +177,12 @@ class Generation:
             )
         group = current_group()
         made = self._plain(kwargs) if group is None else self._of_rank(kwargs, group)
-        made[self._word] = cache  # the module returns its cache under this name
+        made[self._word] = cache  # the module returns the cache under the name `_word`
         return made
 
     def _of_rank(self, kwargs: dict[str, Any], group: Group) -> Any:
-        """Runs a call of a rank. The first call for a token after a prompt launches the previous graph if all ranks can do so. Otherwise it
-        captures a graph. A program that checks values is not captured. Later calls launch the graph if their arguments fit."""
+        """Runs a call of a rank. The first call for a token after a prompt launches the previous graph if all ranks can do so. Otherwise
+        the call captures a graph. A program that checks values is not captured. Later calls launch the graph if their arguments fit."""
         own, cache = self._ranks.setdefault(group.rank, _Rank()), kwargs[self._word]
         if not own.is_first and own.graph and own.graph.takes(kwargs):
             return own.graph(kwargs)
@@ -205,7 +205,8 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. If the cache has no tensors, first allocates them at global sizes. In a group, a rank keeps only its blocks."""
+        """Calls a program. If the cache has no tensors, first allocates the tensors at global sizes. In a group, a rank keeps only its
+        blocks."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
@@ -247,7 +248,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """Makes the lengths of tokens and masks dynamic if they are above 1, because prompts differ in length."""
+        """Makes lengths of tokens and masks above 1 dynamic, because prompts differ in length."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)

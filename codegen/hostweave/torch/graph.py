@@ -46,11 +46,11 @@ class Origin:
 
 @dataclass
 class GradientUpdate:
-    """Computation at the end of a program, such as an optimizer step. It reads the gradients, which are the last values of the graph, and
-    writes to the memory of inputs."""
+    """Computation at the end of a program, such as an optimizer step. The computation reads the gradients, which are the last values of the
+    graph, and writes to the memory of inputs."""
 
     types: dict[str, TensorType]  # inputs of the graph, then additional inputs
-    donated: dict[str, int]  # written input -> index of the result that reuses its memory
+    donated: dict[str, int]  # written input -> index of the result that reuses the input's memory
     gradients: int  # number of gradients
     compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # (all inputs, gradients) -> results
 
@@ -61,8 +61,8 @@ class Graph:
     origins: dict[Node, Origin]  # placeholder -> meaning
     layouts: Layouts
     mesh: hw.Mesh
-    placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for its result
-    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # input -> sharding in which ops read it
+    placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for the node's result
+    gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # input -> sharding in which ops read the input
     results: list[AxesOfDims | None] | None = None  # shardings of outputs, None if inferred; see `_placed` of trace.py
     labels: list[str] = field(default_factory=list)  # names of outputs, or empty
     spec: Any = None  # pytree structure of the module's results
@@ -73,14 +73,14 @@ class Graph:
     arguments: list[Node] = field(default_factory=list)  # placeholders of the module's arguments, including numbers
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # input of the fusion -> constant
     uniform: dict[Node, Any] = field(default_factory=dict)  # constant whose elements are all equal -> the number
-    written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> its new value
+    written: dict[Node, Node] = field(default_factory=dict)  # written argument or buffer -> new value
     seeds: Node | None = None  # input with one seed for each op that draws random numbers
     checks: list[Node] = field(default_factory=list)  # checks of values, which run after a call
     tokens: int = 0  # number of leading outputs that are effect tokens of torch, which only order the checks
     of_calls: bool = False  # True if the results go to the caller of a module; results may then share memory
     is_derived_from: bool = False  # True if the graph will be differentiated, and then decomposed
     traced: dict[str, str] = field(default_factory=dict)  # see `CompiledModule.traced`
-    reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that it read
+    reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that the module read
 
     def __post_init__(self) -> None:
         as_tensors(self.fx)
@@ -119,7 +119,7 @@ class Graph:
     @cached_property
     def returned(self) -> list[Any]:
         """Values that the graph returns: new values of written tensors, other results of the module (which may be None), and checked
-        values. A result in `shared` is replaced by the tensor whose memory it shares."""
+        values. A result in `shared` is replaced by the tensor that shares memory with the result."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (self.shared.get(one, one),))]
@@ -148,7 +148,7 @@ class Graph:
 
     @property
     def donated(self) -> dict[str, int]:
-        """Maps each written input to the index of the result that reuses its memory."""
+        """Maps each written input to the index of the result that reuses the input's memory."""
         if self.update:
             return self.update.donated
         made = [node for node in self.outputs if node not in self.constants]
@@ -191,7 +191,7 @@ class Graph:
         return name in self.parameters or name in self.bound
 
     def stated(self, node: Node, made: Any) -> Iterator[AxesOfDims]:
-        """Yields the shardings that the plan states for modules whose result is this node, with value `made`."""
+        """Yields the shardings that the plan states for modules whose result is `node`, with value `made`."""
         for path in modules_of(node) if self.layouts.outputs else ():
             if (axes := self.layouts.outputs.get(path)) is not None and self.last_of[path] is node:
                 if (dims := getattr(made, "ndim", None)) != len(axes):
@@ -200,7 +200,8 @@ class Graph:
                 yield axes
 
     def _fold(self, taken: set[str]) -> None:
-        """Computes values that depend only on `fixed` values. Constant tensors that other ops read become inputs, with some exceptions."""
+        """Computes values that depend only on `fixed` values. Constant tensors that the remaining ops read become inputs, with some
+        exceptions."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
@@ -218,7 +219,7 @@ class Graph:
         for node in [node for node in self.names if node not in {*read, *self.written} and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
         named: dict[object, str] = {}
-        for node in self.nodes:  # these are inputs, except numbers, uniform tensors and masks such as "causal"
+        for node in self.nodes:  # constants that these nodes read are inputs, except numbers, uniform tensors and masks such as "causal"
             for argument in node.all_input_nodes:
                 value = self.constants.get(argument)
                 if (
@@ -241,7 +242,7 @@ class Graph:
                 self.bound[name] = value.contiguous()
 
     def type_of(self, node: Node, axes: AxesOfDims | None = None) -> TensorType:
-        """Type of a node's value, sharded by these mesh axes."""
+        """Type of a node's value, sharded by the mesh axes `axes`."""
         value = node.meta["val"] if "val" in node.meta else self.constants[node]
         sizes = shape_of(value)
         axes = axes or tuple(() for _ in sizes)
@@ -250,11 +251,12 @@ class Graph:
 
     @property
     def part(self) -> hw.Mesh | None:
-        """Mesh of the graph if it is a part of the program's mesh, otherwise None."""
+        """Mesh of the graph if the mesh is a part of the program's mesh, otherwise None."""
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
-        """Copy of the graph in which the inputs `names` are replicated, and ranks slice them. `results` has the types of the outputs."""
+        """Copy of the graph in which the inputs `names` are replicated, and ranks slice these inputs. `results` has the types of the
+        outputs."""
         made = copy(self)
         nodes = {self.names[node]: node for node in self.names}
         used = {nodes[name]: tuple(dim.axes for dim in self.input_types[name].dims) for name in names}
@@ -300,7 +302,7 @@ def expect_known(nodes: Sequence[Node]) -> None:
 
 
 def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
-    """Attaches the nodes that caused an error, unless it has nodes already."""
+    """Attaches the nodes that caused an error, unless the error has nodes already."""
     vars(error).setdefault("nodes", nodes)
     return error
 
@@ -384,7 +386,7 @@ _KINDS = {
 
 
 def _uniform(value: torch.Tensor) -> Any:
-    """Value of all elements. None if there are no elements, or they differ, as 0.0 and -0.0 do."""
+    """Value of all elements. None if there are no elements, or if elements differ, as 0.0 and -0.0 do."""
     first = value.flatten()[:1]
     if not value.numel() or not bool((value == first).all()):
         return None

@@ -1,4 +1,4 @@
-"""Detects most changes of tensors that a compiled program does not see, such as a new parameter."""
+"""Detects most changes that a compiled program does not see, such as a new tensor in place of a parameter."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from hostweave.types.tensor import TensorType
 
 
 class Held:
-    """Tensors of a module that a program reads. The program sees writes to them, but not new tensors that replace them."""
+    """Tensors of a module that a program reads. The program sees writes to these tensors, but not new tensors in their place."""
 
     def __init__(self, module: nn.Module, paths: Iterable[str]):
         found = {path: slot_of(module, path) for path in paths}
@@ -34,8 +34,8 @@ class Held:
 
 
 class Folded:
-    """Tensors from which values in the program were computed at compile time. Writes to inference tensors, and writes through `.data`,
-    may not be noticed, because they change no version counter."""
+    """Tensors from which values in the program were computed at compile time. Writes to inference tensors, and writes through `.data`, may
+    not be noticed, because such writes change no version counter."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]):
         self._slots = [(name, *slot_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]

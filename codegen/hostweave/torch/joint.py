@@ -1,4 +1,5 @@
-"""Traces the forward and backward pass of a module as one joint graph, by AOTAutograd. torch's min-cut partitioner splits this graph."""
+"""Traces the forward and backward pass of a module as one joint graph, by AOTAutograd. torch's min-cut partitioner splits the joint
+graph."""
 
 import math
 import operator
@@ -51,7 +52,7 @@ class Joint:
     results: list[Node]  # nodes of `outer` that the joint graph computes
     differentiable: list[bool]  # for each result, True if it has a gradient
     whole: GraphModule  # joint graph: returns the results, then one gradient or None for each source
-    needs_gradient: dict[str, bool]  # name of an argument -> True if it gets a gradient
+    needs_gradient: dict[str, bool]  # name of an argument -> True if the argument gets a gradient
 
     def __post_init__(self) -> None:
         """Sets `forward`, which returns results and saved values, and `backward`, which returns gradients."""
@@ -147,7 +148,7 @@ class Joint:
 
     @property
     def _of_results(self) -> list[AxesOfDims | None]:
-        """Default sharding of each result: by rows, or replicated. None if the plan or the module states it."""
+        """Default sharding of each result: by rows, or replicated. None if the plan or the module states the sharding."""
         outputs = self.outer.layouts.outputs
         stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
         of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
@@ -181,7 +182,7 @@ class Joint:
 
     @cached_property
     def saved(self) -> dict[Node, str]:
-        """Maps forward nodes that the backward graph reads to names of their values."""
+        """Maps forward nodes that the backward graph reads to names of the nodes' values."""
         return saved_names(self._kept)
 
     def source_of(self, node: Node) -> int | None:
@@ -195,7 +196,7 @@ class Joint:
         return {name: number for name, number in named if number is not None}
 
     def axes_of(self, origin: Origin) -> AxesOfDims:
-        """Sharding of an origin's tensor and of its gradient."""
+        """Sharding of an origin's tensor and gradient."""
         stated = self.outer.layouts.parameters if origin.kind == "parameter" else self.outer.layouts.inputs
         return stated.get(origin.name, ())
 
@@ -217,7 +218,7 @@ class Joint:
 def _decompositions() -> dict[Any, Any]:
     """Decompositions of torch and of this package. Cached, because `core_aten_decompositions` visits all ops of torch.
 
-    The f32 result of log-softmax is often a model's largest tensor, so the backward pass recomputes it from the logits.
+    The f32 result of log-softmax is often a model's largest tensor, so the backward pass recomputes this result from the logits.
     """
     return {**core_aten_decompositions(), **decompositions(), **{op: decomposition_table[op] for op in LOG_SOFTMAX}}
 
@@ -291,7 +292,8 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _read_logits(made: GraphModule) -> None:
-    """Makes nll_loss_backward read the logits, so that log-probabilities are not saved. The op needs only the shape of this operand."""
+    """Makes nll_loss_backward read the logits in place of the log-probabilities, so that the log-probabilities are not saved. The op needs
+    only the shape of the log-probabilities."""
     for node in made.graph.nodes:
         source: Any = node.args[1] if op_of(node) == "nll_loss_backward.default" else None
         views: list[Any] = []
@@ -308,7 +310,7 @@ def _read_logits(made: GraphModule) -> None:
 
 
 def _computed_of(graph: Any) -> list[Node]:
-    """Ops that depend on a placeholder. All others compute constants."""
+    """Ops that depend on a placeholder. All other ops compute constants."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and not found.isdisjoint(node.all_input_nodes)):
@@ -412,14 +414,15 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, word: str | None) 
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Bias that is equivalent to a mask. The size of its last dim is the number of keys."""
+    """Bias that is equivalent to a mask. The size of the last dim of the bias is the number of keys."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype))
     return mask.expand(*(mask.shape[:-1] if mask.ndim > 1 else (1,)), k.shape[-2])
 
 
 def _cut_before_padding(graph: Any) -> None:
-    """Moves a slice before a padding, as in `pad(labels, (0, 1))[..., 1:]`, so that the padding can fuse with its reader."""
+    """Moves a slice before a padding, as in `pad(labels, (0, 1))[..., 1:]`, so that the padding can fuse with the op that reads the
+    padding."""
     for cut in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         padded, dim, start = (*cut.args, 0, 0)[:3]
         if op_of(padded) != "constant_pad_nd.default" or len(padded.args[1]) != 2 or padded.args[1][0] != 0:

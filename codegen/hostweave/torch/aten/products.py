@@ -121,8 +121,8 @@ def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Ten
 def _quantized_linear(
     result: Result, x: hw.Tensor, weight: hw.Tensor, scale: hw.Tensor, bias: hw.Tensor | None, bound: hw.Tensor | None, scaling: str
 ) -> hw.Tensor:
-    """Linear whose weights are 8-bit floats with scales. With `bound`, the scale of a row of x is its largest magnitude, clipped to the
-    range from 1e-12 to `bound`, divided by 448."""
+    """Linear whose weights are 8-bit floats with scales. With `bound`, the scale of a row of x is the largest magnitude in the row, clipped
+    to the range from 1e-12 to `bound`, divided by 448."""
     rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
     if bound is None:
         values, scales = hw.quantize(rows, scaling)

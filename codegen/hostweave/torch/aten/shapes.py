@@ -83,7 +83,7 @@ def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) 
 
 
 def _size(x: hw.Tensor, dim: int, dtype: Any) -> Any:
-    """A size as an int, or as a tensor with one element if it is unknown at compile time."""
+    """A size as an int, or as a tensor with one element if the size is unknown at compile time."""
     size = x.shape[dim]
     return size if isinstance(size, int) else hw.max(hw.iota(x, dim, dtype)) + 1
 
@@ -183,7 +183,7 @@ def _update(result: Result, x: hw.Tensor, update: hw.Tensor, begin: hw.Tensor, d
 
 
 def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
-    """Merges the indexed dims of x. Returns x, the positions along the merged dim, this dim, and the order of dims. As in torch, the
+    """Merges the indexed dims of x. Returns x, the positions along the merged dim, the merged dim, and the order of dims. As in torch, the
     indexed dims come first, unless they are adjacent."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if any(index.dtype in (hw.bool_, hw.u8) for _, index in given):

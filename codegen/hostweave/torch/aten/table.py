@@ -1,4 +1,4 @@
-"""Table of torch ops as functions on tensors of a fusion, with one entry per overload. Most are ATen ops.
+"""Table of torch ops as functions on tensors of a fusion, with one entry per overload. Most of the ops are ATen ops.
 
 An entry takes a `Result`, then the arguments of the op, such as tensors of the fusion, numbers, lists and None. An entry casts operands if
 torch computes in another dtype.
@@ -32,7 +32,7 @@ class Result:
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[GivenSizes, ...]
-    trace: hw.Tensor  # any tensor; ops without operands are recorded in its trace
+    trace: hw.Tensor  # any tensor; ops without operands are recorded in the trace of this tensor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,7 +117,7 @@ def common_dtype(a: Any, b: Any) -> torch.dtype:
 
 
 def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
-    """Reshards x to these mesh axes for each dim. Empty `axes` replicate x."""
+    """Reshards each dim of x by the mesh axes in `axes`. Empty `axes` replicate x."""
     axes = axes or ((),) * x.ndim
     return hw.reshard(x, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(x.shape, axes, strict=True)))
 
