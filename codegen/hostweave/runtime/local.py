@@ -204,8 +204,8 @@ class LocalProgram:
         self._ready_for = call.global_shapes()
 
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
-        """Allocates memory for prepared calls, and copies inputs from other GPUs. Returns a function for the rank's
-        thread. The function calls its argument with the staged calls and the schedule."""
+        """Allocates memory for prepared calls, and copies inputs from other GPUs. Returns a function for the rank's thread. The function
+        calls `work` with the staged calls and the schedule."""
         native, member = self._open()
         staged = self._staged = self._staged or self.module.StagedCalls(native)
         staged.prepare([call.memory_blocks(self._group.rank) for call in calls])

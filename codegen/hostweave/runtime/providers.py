@@ -195,7 +195,7 @@ class Environment(KnownRank):
     def __init__(self, environ: Environ | None = None):
         self._launch = LaunchedRank(os.environ if environ is None else environ)
         self._rank, self._count = self._launch.rank, self._launch.count
-        self.local_rank = self._launch.local_rank  # index among the processes on this host, or None if unknown
+        self.local_rank = self._launch.local_rank  # index among the ranks on this host, or None if unknown
 
     def store(self, group: str, timeout: float) -> Store:
         launch = self._launch

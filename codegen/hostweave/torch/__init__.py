@@ -77,7 +77,7 @@ def compile(
     names the module that returns them. An axis other than tp may shard both a parameter and the first dim of an input. The parameter is
     then gathered along this axis before use.
 
-    A module that `fully_shard` prepared needs no plan. If the plan of such a module states no inputs, `example_inputs` are the inputs of
+    A module that `fully_shard` prepared needs no plan. If no plan states the inputs of such a module, `example_inputs` are the inputs of
     one rank. Inputs with as many rows as the first tensor are then sharded by rows. Results with one row per input row have the rows of the
     rank, and a loss is over the rows of all ranks.
 

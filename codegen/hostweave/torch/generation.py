@@ -248,7 +248,7 @@ class Generation:
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
-        """Makes lengths of tokens and masks above 1 dynamic, because prompts differ in length."""
+        """Makes the lengths of tokens and masks dynamic, except lengths of 1, because prompts differ in length."""
         shapes = ShapesCollection()  # type: ignore[no-untyped-call]
         for name in _OF_TOKENS:
             one = kwargs.get(name)

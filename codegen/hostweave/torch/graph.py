@@ -242,7 +242,7 @@ class Graph:
                 self.bound[name] = value.contiguous()
 
     def type_of(self, node: Node, axes: AxesOfDims | None = None) -> TensorType:
-        """Type of a node's value, sharded by the mesh axes `axes`."""
+        """Type of a node's value, sharded by the mesh axes `axes` of each dim."""
         value = node.meta["val"] if "val" in node.meta else self.constants[node]
         sizes = shape_of(value)
         axes = axes or tuple(() for _ in sizes)
