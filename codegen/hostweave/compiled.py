@@ -29,7 +29,7 @@ from hostweave.targets.target import Target, find_target
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
-if TYPE_CHECKING:  # These are imported on first use, see Compiled.report.
+if TYPE_CHECKING:  # The methods import these modules on first use, see Compiled.report.
     from hostweave.timeline.events import Timeline
     from hostweave.timeline.report import Report
 
@@ -42,7 +42,7 @@ OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods th
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled program. Each variant of a program, see `Variants`, is another object of this class."""
+    """A compiled program. Each variant of a program, see `Variants`, is a separate object of this class."""
 
     given: Fusion | HostProgram
     host: HostProgram
@@ -84,7 +84,7 @@ class Compiled:
         return replace(self, given=program, host=program, variant="with marks")
 
     def at_sizes(self, sizes: Mapping[str, int]) -> Compiled | None:
-        """The same program with constants in place of these sizes, or None if that is impossible."""
+        """The same program with constants in place of the symbols in `sizes`. None if no such program can be compiled."""
         if not isinstance(self.given, Fusion) or self.given.user_kernels:
             return None
         rest = {name: size for name, size in self.options.sizes.items() if name not in sizes}

@@ -28,11 +28,11 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     dim uses each stream at least twice. Dims are sharded evenly if possible."""
     program = dedupe_functions(program)
     steps = _steps(program, evenly=True)
-    smallest = {name: size for name, (_, size) in steps.items()}  # If no sizes fit, the check raises an error at these sizes.
+    smallest = {name: size for name, (_, size) in steps.items()}  # If no sizes fit, the check raises an error at the smallest sizes.
     return _fitting_sizes(program, steps) or _fitting_sizes(program, _steps(program, evenly=False)) or smallest
 
 
-MAX_CALLS = 4  # most calls of a repeat that the check runs, unless a constant index needs more
+MAX_CALLS = 4  # maximum number of calls of a repeat that the check runs, unless a constant index needs more
 DEFAULT_SIZE = 4096
 
 
@@ -81,12 +81,12 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
 
 
 STEPS_TO_TRY = (16, 256, 4096)  # number of values of each size in the first, second and third search
-MAX_TRIES = 2**14  # most tries of one search
+MAX_TRIES = 2**14  # maximum number of tries of one search
 
 
 def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
-    """Sizes at which all slices fit, and all sums and divisors of means are positive. None if no such sizes are found."""
-    # The search omits bounds with local sizes, because they depend on the rank.
+    """Sizes at which all slices fit, and all sums and divisors of means are positive. None if the search finds no sizes."""
+    # The search omits bounds with local sizes, because local sizes depend on the rank.
     lower_bounds = [(size, smallest) for size, smallest in _lower_bounds(program) if set(size.atoms) <= sizes.keys()]
     return next(filter(None, (_search(sizes, lower_bounds, steps) for steps in STEPS_TO_TRY)), None)
 
@@ -103,7 +103,7 @@ def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
 def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
     """Chooses one size after another by backtracking. None if no sizes fit, or after MAX_TRIES tries."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
-    # symbol -> bounds to test after its size is chosen; the other symbols of these bounds come earlier in `names`
+    # symbol -> bounds to test after this symbol has a size, because all other symbols of the bounds come earlier in `names`
     bounds_of: dict[str, list[tuple[Size, int]]] = {name: [] for name in names}
     for size, smallest in lower_bounds:
         if size.symbols:
@@ -128,10 +128,10 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
     return chosen if fit_from(0) else None
 
 
-MIN_DIM, MIN_SHARD = 3, 2  # fewest elements of an enlarged dim, and of its shards
+MIN_DIM, MIN_SHARD = 3, 2  # minimum number of elements of an enlarged dim, and of each of its shards
 MAX_ENLARGED_ELEMENTS = 2**14  # up to this number of elements, dims are enlarged freely
 NEAR_FACTOR = 64  # largest factor, relative to the minimal sizes, at which results are compared by default
-_MAX_ITERATIONS = 2**13  # most iterations of all loops at enlarged sizes, because the check keeps all operations in memory
+_MAX_ITERATIONS = 2**13  # maximum number of iterations of all loops at enlarged sizes, because the check keeps all operations in memory
 MAX_GROWTH = 1.5  # largest factor by which an enlarged dim may increase the number of elements beyond MAX_ENLARGED_ELEMENTS
 
 
@@ -145,9 +145,9 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = MAX_FACTOR) -> tup
     small = _small_sizes(program, frozenset(name for condition in conditions for name in _deciding_symbols(condition)))
     smallest = small[0]
     changes = [_changes(program, condition, smallest, max_factor) for condition in conditions]
-    factors: dict[str, int] = {}  # symbol -> factor relative to its minimal size
+    factors: dict[str, int] = {}  # symbol -> factor relative to the minimal size of the symbol
     for larger in sorted(filter(None, changes), key=len):
-        # Enlarges one symbol for each condition. Prefers a symbol that is enlarged already, and then one that changes several conditions.
+        # Enlarges one symbol per condition. Prefers a symbol that is enlarged already, then a symbol that changes several conditions.
         name = min(larger, key=lambda name: (name not in factors, -sum(name in other for other in changes), larger[name]))
         factors[name] = max(factors.get(name, 1), larger[name])
     if not factors:
@@ -157,8 +157,8 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = MAX_FACTOR) -> tup
 
 
 def with_far_branches(program: ir.HostProgram, max_factor: int = NEAR_FACTOR) -> ir.HostProgram | None:
-    """Inverts conditions that change at larger sizes, but not at those of `sizes_to_check`. Branches for large sizes then run at small
-    sizes. None if there are no such conditions."""
+    """Inverts conditions that change at larger sizes, but not at the sizes of `sizes_to_check`. Branches for large sizes then run at small
+    sizes. None if there are no conditions to invert."""
     smallest = sizes_to_check(program, max_factor)[0]
 
     def other(i: tree.Instruction) -> tree.Outcome:
@@ -178,14 +178,15 @@ def _changes(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, in
 
 
 def _factors(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, int]) -> dict[str, int]:
-    """Maps symbols to the smallest power of two by which the symbol must grow for the condition to change, if there is one."""
+    """Maps symbols to the smallest power of two by which the symbol must grow for the condition to change. Omits symbols for which no
+    tested power changes the condition."""
     found = {name: _factor_until_change(condition, name, RankSizes(smallest, program.mesh)) for name in _deciding_symbols(condition)}
     return {name: factor for name, factor in found.items() if factor > 1}
 
 
 @ir.analysis
 def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[str, int], ...]:
-    """Minimal sizes, and uneven sizes. Enlarges sizes, except `kept` and those of trip counts, because a wrong order of few elements may
+    """Minimal sizes, and uneven sizes. Enlarges sizes, except `kept` and sizes in trip counts, because a wrong order of few elements may
     not show."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
@@ -234,12 +235,12 @@ def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int
 
 
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
-    """Larger sizes for symbols that need not divide evenly. The larger sizes differ, because a swap of equal dims would not show. Some rank
-    has at least two elements of each such dim, because a sum and a maximum of one element are equal."""
+    """Larger sizes for symbols that need not divide evenly. The larger sizes differ, because a swap of equal dims would not show. For each
+    larger size, some rank has at least two elements of the dim, because a sum and a maximum of one element are equal."""
     if not program.uneven:
         return ()
     steps = dict.fromkeys(program.uneven, 1)
-    ranks = dict.fromkeys(program.uneven, 1)  # most ranks that split a size
+    ranks = dict.fromkeys(program.uneven, 1)  # maximum number of ranks that split the size
     for dim_size in all_sizes(program):
         for atom in dim_size.atoms:
             if isinstance(atom, LocalSize) and (shared := atom.size.name) and shared in ranks:

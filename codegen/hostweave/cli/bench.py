@@ -23,7 +23,7 @@ NEEDED_PACKAGES = {
 }
 
 
-RUNS_ALL = "figures"  # this benchmark runs most other benchmarks
+RUNS_ALL = "figures"  # this benchmark runs most of the other benchmarks
 
 
 def benchmark_names() -> list[str]:
@@ -39,8 +39,8 @@ def benchmark_list() -> Iterator[dict[str, str | bool]]:
 
 
 def bench(names: Sequence[str]) -> int:
-    """Runs the named benchmarks. The default is all that this machine can run, except `figures`, which runs most others. Returns the last
-    non-zero exit status, or 0."""
+    """Runs the named benchmarks. The default is all benchmarks that this machine can run, except `figures`, which runs most of the other
+    benchmarks. Returns the last non-zero exit status, or 0."""
     status = 0
     chosen, begin = names or [name for name in benchmark_names() if name != RUNS_ALL], perf_counter()
     for number, name in enumerate(chosen, 1):

@@ -70,7 +70,7 @@ def _negated() -> Fusion:
 
 def links(machine: Machine, ranks: int) -> Iterator[Link]:
     """Measures an all-gather and, if possible, a put and a get, for each of SHARDS. Puts and gets are measured in loops with a matmul. The
-    weight has only 8 columns, so that the matmul takes only as long as reading its operand."""
+    weight has only 8 columns, so that the matmul takes only as long as a read of its left operand."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)

@@ -31,7 +31,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory plan of a program. `peak` is the size of the arena, and `bound` the most bytes that are live at one time."""
+    """Memory plan of a program. `peak` is the size of the arena, and `bound` is the maximum number of bytes that are live at one time."""
 
     rows: tuple[MemoryRow, ...]
     peak: int
@@ -67,7 +67,7 @@ class ArenaLayout:
 
 
 class ArenaEvents:
-    """Records calls of `hw::MemoryPlan`. `place` makes these calls by `hw_plan_memory`, and returns the layout."""
+    """Records calls of `hw::MemoryPlan`. `place` makes the recorded calls by `hw_plan_memory`, and returns the layout."""
 
     def __init__(self) -> None:
         self.count = 0  # number of buffers
@@ -80,7 +80,7 @@ class ArenaEvents:
         return slice(self.count - count, self.count)
 
     def allocate(self, buffers: slice, bytes: int, pool: str | None = None, in_window: bool = False) -> None:
-        """Records an allocation of these buffers, of `bytes` bytes each, or of a matmul workspace if `bytes` is -1."""
+        """Records an allocation of `bytes` bytes, or of a matmul workspace if `bytes` is -1, for each of `buffers`."""
         self.events.append((3 if in_window else 0, buffers.start, buffers.stop - buffers.start, bytes, self._number(pool) if pool else 0))
 
     def free(self, buffers: slice) -> None:
@@ -138,7 +138,7 @@ class _Replay:
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:
-    """Matmuls on the caller's stream. This stream has no workspace, unlike each stream of the program."""
+    """Matmuls on the caller's stream. The caller's stream has no workspace, but each stream of the program has one."""
     return [place for place in def_use(body).places if isinstance(place.instruction, ir.Matmul) and place.stream is None]
 
 
@@ -188,7 +188,7 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 
 
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
-    """The program with numbered lines, and the offsets of its buffers. Sizes that are not given are those of `default_sizes`."""
+    """The program with numbered lines, and the offsets of its buffers. Sizes that are not given have the values of `default_sizes`."""
     if unknown := sizes.keys() - set(program.given_sizes()):
         known = ", ".join(program.given_sizes()) or "none"
         raise HostweaveError(

@@ -53,7 +53,7 @@ def programs_in(module: ModuleType) -> dict[str, Fusion | HostProgram]:
 
 def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> Fusion | HostProgram:
     """Loads `FILE.py:NAME`, or `FILE.py` if the file has only one program. `FILE.hw` is text of either IR. `seeds:NAME` is a program of
-    examples/seeds.py. This form also works for the other files of examples/."""
+    examples/seeds.py. The names of other files of examples/ also work in place of `seeds`."""
     file, _, name = reference.partition(":")
     if file.endswith(".hw"):
         if constants:

@@ -38,9 +38,9 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: f
     - A sum of n terms of magnitude 1 is a random walk of size sqrt(n). In a sequential sum, each addition has an error of up to a times the
       sum so far. The root mean square of the total error is a * n / sqrt(6), and 5 standard deviations are about 2 a n. At most b = 512
       terms are added sequentially. The n / b sums of b terms have independent errors, in total 2 a b sqrt(n / b).
-    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. Their additions give D - 1 sums of size up to sqrt(n), which
-      are also rounded. The total error is at most u (sqrt(n D) + (D - 1) sqrt(n)), which is less than 2 u D sqrt(n).
-    - If terms cancel to a result near zero, their rounding errors remain: 4 u sqrt(n).
+    - Each of D partial sums has size sqrt(n / D) and is rounded to the dtype. The additions of the partial sums give D - 1 sums of size up
+      to sqrt(n), which are also rounded. The total error is at most u (sqrt(n D) + (D - 1) sqrt(n)), which is less than 2 u D sqrt(n).
+    - If terms cancel to a result near zero, the rounding errors of the terms remain: 4 u sqrt(n).
     - A score of a softmax is a sum of products times a scale c. If m sequential additions determine the error of the sum, the score has an
       error of 2 a m c. So the weight exp(score), and a mean with such weights, have a relative error of 2 a m c. A sum of n means has an
       error of 2 a m c sqrt(n).

@@ -1,5 +1,5 @@
-"""Interface of the algorithms that move the chunks of reshards in a chunk loop. `algorithms.py` lists all algorithms.
-This loop uses the algorithm p2p for the all_gather:
+"""Interface of the algorithms that move the chunks of reshards in a chunk loop. `algorithms.py` lists all algorithms. The following loop
+uses the algorithm p2p for the all_gather:
 
     loop 8 chunks by_shard local_first {
       %x_gathered: bf16[M, K] stream(M, p2p) = all_gather(%x, dim=0, axes=(x))
@@ -37,7 +37,7 @@ class Algorithm:
     # pairs: the instructions that a transport must support, and the lowering that emits them
     lowerings: tuple[tuple[frozenset[str], type[Lowering]], ...]
     rotation: str | None = None  # see `ChunkLoop`
-    max_streams: int | None = None  # most streams on which iterations run; None: `Options.streams`
+    max_streams: int | None = None  # maximum number of streams on which iterations run; None: `Options.streams`
     chunks_to_try: tuple[int, ...] = ()  # numbers of chunks that the cost model tries; in a loop by shard, per shard
     chunking: ClassVar[str] = "by_shard"
 

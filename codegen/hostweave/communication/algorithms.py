@@ -1,4 +1,4 @@
-"""Table of all algorithms of chunk loops, and functions that search it."""
+"""Table of all algorithms of chunk loops, and functions that search the table."""
 
 from collections.abc import Iterable, Iterator
 

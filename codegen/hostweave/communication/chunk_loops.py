@@ -39,7 +39,7 @@ def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
-    """Largest number of shards of the chunked dim in the results of these ops, and in the operands of reshards within one mesh."""
+    """Largest number of shards of the chunked dim in the results of `ops`, and in the operands of reshards within one mesh."""
     split = [1]
     for op in ops:
         dims = [op.result.type.dims[op.result.walked.dim]]

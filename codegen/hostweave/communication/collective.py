@@ -119,7 +119,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """Gathers the shards of all other ranks into one buffer, in rank order. `take_shard` copies the rank's own shard there."""
+    """Gathers the shards of all other ranks into one buffer, in rank order. `take_shard` copies the rank's own shard to this buffer."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
@@ -128,7 +128,7 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps) -> str:
-    """View of an iteration's shard in the buffer of `gather_apart`. In the iteration of the rank's own shard, the shard is copied there."""
+    """View of an iteration's shard in the buffer of `gather_apart`. If the shard is the rank's own, copies the shard to the buffer."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
     own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))

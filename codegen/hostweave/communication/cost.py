@@ -1,7 +1,7 @@
 """Predicted time of communication: alone, overlapped with other ops, and in a chunk loop.
 
-The model of a chunk loop has two queues, one of matmuls and one of communications. An item starts when the previous item of its queue has
-ended and its operands are ready.
+The model of a chunk loop has two queues, one of matmuls and one of communications. An item starts when its operands are ready and the
+previous item of its queue has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: i
 
 
 def communication_slowdown(ranks: int) -> float:
-    """Slowdown for this number of ranks, or for the next larger number in the table. If none is larger, for the largest number."""
+    """Slowdown for `ranks` ranks, or for the next larger number in the table. Beyond the table, slowdown for the largest number."""
     return next(slower for most, slower in COMMUNICATION_SLOWDOWN.items() if ranks <= most or most == max(COMMUNICATION_SLOWDOWN))
 
 

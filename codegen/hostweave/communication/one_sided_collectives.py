@@ -12,7 +12,7 @@ becomes
     signal 0 at 1 - rank.x that %x_packed is read on x
     wait_signal 0 from 1 - rank.x until %x_packed is read on x   # this rank's window may be written again
 
-If the result of a gather is in a window and the operand is not, each rank puts its operand into its block of each peer's result:
+If the result of a gather is in a window and the operand is not, each rank puts its operand into the rank's block of each peer's result:
 
     signal 0 at 1 - rank.x that %y is free on x                  # the peer may write
     copy %x -> %y_own
@@ -21,7 +21,7 @@ If the result of a gather is in a window and the operand is not, each rank puts 
     wait_signal 0 from 1 - rank.x until %y is written on x
 
 A rank signals its peers before it waits, so ranks cannot block each other. In a CUDA graph, a second signal blocks the sender until the
-receiver has waited for the first. A collective therefore waits for a peer before it signals this peer again.
+receiver has waited for the first signal. A collective therefore waits for a peer before it signals this peer again.
 
 In a reduce_scatter, a rank gets the terms of its block, and a kernel reduces them. In a reduce, the root gets all terms. An all_reduce is a
 reduce_scatter and an all_gather. If the tensor is small or has no equal blocks, each rank instead gets all terms, and reduces them in rank
@@ -195,7 +195,7 @@ class OneSidedCollectives(Signals):
         return packed
 
     def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
-        """View of a buffer as one block per rank. `block` is the shape of a block, by default the dims after the first."""
+        """View of a buffer as one block per rank. `block` is the shape of a block, by default the dims after the first dim."""
         shape = (Size(self.size), *(block or self.b.types[name].shape[1:]))
         return self.b.reshape(name, shape, f"{name}_by_rank")
 

@@ -13,7 +13,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MIN_STACKED_TERMS = 8  # fewest terms that a reduction kernel reads as one stacked operand
+MIN_STACKED_TERMS = 8  # minimum number of terms that a reduction kernel reads as one stacked operand
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> 
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """View of `full` with the rank as the outermost dim. Returns `full` itself if the type `block` of its blocks is given, and the blocks
-    follow one another."""
+    """View of `full` with the rank as the outermost dim. Returns `full` itself if `block`, the type of a block, is given, and the blocks
+    follow one another in memory."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):
@@ -126,7 +126,7 @@ def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
 
 
 def split_terms(b: Builder, terms: str, name: str) -> list[str]:
-    """Splits few stacked terms into separate operands. Their sum can then fuse with its consumer."""
+    """Splits few stacked terms into separate operands. The sum of the operands can then fuse with the op that reads the sum."""
     count = int(b.types[terms].shape[0])
     return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MIN_STACKED_TERMS else [terms]
 

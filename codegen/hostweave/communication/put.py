@@ -49,7 +49,7 @@ class GatheredMemory:
     op: Op
     landing: str  # memory that receives the chunks of peers
     is_in_place: bool  # False if chunks must be copied from `landing` to the value
-    shard: str | None  # memory of this rank's shard from which peers can get chunks
+    shard: str | None  # memory of this rank's shard, if peers can get chunks from the memory
 
 
 class PutGather(_Loop):
@@ -85,7 +85,7 @@ class PutGather(_Loop):
         return GatheredMemory(op, b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape)), False, shard)
 
     def shard_in_window(self, op: Op) -> str | None:
-        """Memory of this rank's shard if it is in a window and its chunks are contiguous. Otherwise None."""
+        """Memory of this rank's shard if the memory is in a window and the chunks of the shard are contiguous. Otherwise None."""
         b, dim, whole = self.b, op.result.walked.dim, self.values.buffer_of(op.tensors[0])
         memory = b.memory_of(whole)  # Peers access whole memory only, because a part could have another offset on a peer.
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
@@ -202,7 +202,7 @@ class _PutScatter(_Loop):
         self.b.emit(ir.Join(PUTS))
         if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # All chunks together are contiguous.
             rows = self.steps.rows and self.own.rows_in(self.steps.rows)
-            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # No emitted expression has this index.
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # No emitted expression has the index `own`.
         else:
             with self.b.loop(Size(self.subchunks)) as index:
                 self.add(replace(self.own, index=index))
@@ -226,7 +226,7 @@ class _Put(Algorithm):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, MATMUL_SLOWDOWN_BY_COPIES, added)
 
 
-# A gather uses up to two streams: the end of a matmul overlaps with the start of the next one. A scatter uses one, because concurrent
-# matmuls would delay the first transfer.
+# A gather uses up to two streams: the end of a matmul overlaps with the start of the next matmul. A scatter uses one stream, because
+# concurrent matmuls would delay the first transfer.
 GATHER = _Put("put", "all_gather", ((SIGNALS, PutGather),), LOCAL_FIRST, max_streams=2, chunks_to_try=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _PutScatter),), LOCAL_LAST, max_streams=1, chunks_to_try=(1, 2, 4))

@@ -29,7 +29,7 @@ class _ForwardingRing(_Ring):
 
     def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
         """Emits a send of chunks to the next rank, a receive of later chunks from the previous rank, and a record of `event`. A branch
-        skips all three in iterations of the last shard."""
+        skips these instructions in iterations of the last shard."""
 
         def exchange() -> None:
             self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
@@ -50,7 +50,7 @@ class _ForwardingRing(_Ring):
         """Buffer for the chunk from the previous rank. Raises ProgramError if chunks are not contiguous."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name != self.adds:  # This buffer has contiguous chunks.
+        if name in values.by_step and name != self.adds:  # The buffer in `by_step` has contiguous chunks.
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(
@@ -77,7 +77,7 @@ class _ForwardingRing(_Ring):
 
 class _RingGather(_ForwardingRing):
     """All-gather: a rank sends its own block to the next rank. Then the rank sends each block that arrives from the previous rank, except
-    the last one."""
+    the last block."""
 
     def step(self, steps: LoopSteps) -> None:
         moves = self.moves(steps)
@@ -86,13 +86,13 @@ class _RingGather(_ForwardingRing):
 
 
 class _RingReduceScatter(_ForwardingRing):
-    """Reduce-scatter: the partial sum of a block travels around the ring, and each rank adds its term. The owner's matmul adds the last
-    term, and writes the result."""
+    """Reduce-scatter: the partial sum of a block travels around the ring, and each rank adds its term. The matmul of the block's owner adds
+    the last term, and writes the result."""
 
     @property
     def adds(self) -> str:
         """Name of the result of the matmul that computes the terms. The terms may be views of this result. Raises ProgramError if the loop
-        has no such matmul of floats."""
+        has no matmul of floats that computes the terms."""
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.made[name]
@@ -121,7 +121,7 @@ class _RingReduceScatter(_ForwardingRing):
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):
-    """Reduce-scatter by puts. A rank signals that its memory is free. The previous rank then puts partial sums there."""
+    """Reduce-scatter by puts. A rank signals that its memory is free. The previous rank then puts partial sums into this memory."""
 
     needs_count = True
 

@@ -1,4 +1,4 @@
-"""Facts for lowering: `Dataflow` describes the values of a fusion, `LoopSteps` an iteration of a chunk loop, and `Values` their buffers."""
+"""Facts for lowering: `Dataflow` describes a fusion, `LoopSteps` an iteration of a chunk loop, and `Values` the buffers of values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hostweave.types.tensor import BufferType, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
-    """Dataflow of a fusion. Each of its reshards is one communication or one local slice."""
+    """Dataflow of a fusion. Each reshard of the fusion is one communication or one local slice."""
 
     fusion: Fusion
     uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
@@ -58,8 +58,8 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """True if each rank of a transfer's target mesh already holds its shard, as its whole local tensor or as a block along unsharded
-        dims."""
+        """True if each rank of a transfer's target mesh already holds its shard of the result. The shard is the rank's whole local operand,
+        or a block of that operand along unsharded dims."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -87,7 +87,7 @@ class LoopSteps:
     mesh: Mesh
     index: Var
     count: Size  # number of iterations
-    drops_dim: bool  # True if an iteration covers a single index, and its values lack the dim
+    drops_dim: bool  # True if an iteration covers a single index, and the chunks lack the chunked dim
     shards: int
     owner: Expr | None = None  # in a loop by shard, the rank that owns the block
     uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
@@ -120,11 +120,11 @@ class LoopSteps:
 
     @property
     def next_hop(self) -> LoopSteps:
-        """This iteration with the owner of the block that now arrives in a ring."""
+        """This iteration, but `owner` is the owner of the block that now arrives in a ring."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
     def shards_in(self, value: Value, dim: int) -> int:
-        """Number of shards along this dim in a rank's local tensor."""
+        """Number of shards along `dim` in a rank's local tensor."""
         return self.shards // value.type.mesh_in(self.mesh).size_of(value.type.dims[dim].axes)
 
     def splits(self, value: Value, dim: int) -> bool:
@@ -140,7 +140,7 @@ class LoopSteps:
         return builder.slice(buffer, dim, self.rows_in(builder.types[buffer].shape[dim]), Const(self.start), wanted)
 
     def subchunks_of(self, value: Value, dim: int) -> Size:
-        """Number of chunks into which the loop cuts this dim of a rank's local tensor."""
+        """Number of chunks into which the loop cuts dim `dim` of a rank's local tensor."""
         return self.subchunks if self.owner is not None and value.type.dims[dim].axes else self.count
 
 
@@ -155,7 +155,7 @@ class Values(Protocol):
         """Part of a value that one iteration accesses."""
 
     def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
-        """Buffer from which an op reads its operand."""
+        """Buffer from which an op reads operand `number`."""
 
     def destination(self, op: Op, steps: LoopSteps | None) -> str:
         """Buffer to which an op writes its result."""

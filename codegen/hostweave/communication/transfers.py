@@ -54,8 +54,8 @@ class Transfers:
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Emits the waits of senders for their readers. Waits come late, because a reader may first need other data from a sender. They
-        come at the end of the body, before a call of a function with moves to other meshes, or when all signal counters are in use."""
+        """Emits the waits of senders for their readers. Waits come late, because a reader may first need other data from a sender. The
+        waits come at the end of the body, before a call of a function with moves to other meshes, or when no signal counter is free."""
         for wait in self.pending_waits:
             wait()
         self.pending_waits.clear()
@@ -92,7 +92,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
     """Emits a move in which receivers get from a window of the sender. Returns a function that emits the sender's waits for its readers.
 
     A sender signals that its window is ready, and each receiver signals after its reads. `number` is the signal counter. No other move may
-    use this counter before these waits.
+    use this counter before the waits of the returned function.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     world = tuple(name for name, _ in flow.mesh.axes)
@@ -173,7 +173,7 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
-    # Sends and recvs may be posted outside of the `on` body, where its views are not visible.
+    # Sends and recvs may be posted outside of the `on` body, where the views of the body are not visible.
     packed = temporary(b, in_order, steps)
     b.emit(ir.Copy(in_order, packed))
     return packed
@@ -212,7 +212,7 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """One instruction with all sends of this rank. With `distance`, the only receiver is the rank that is this many ranks ahead."""
+    """One instruction with all sends of this rank. With `distance`, the only receiver is the rank that is `distance` ranks ahead."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)

@@ -22,7 +22,7 @@ def calls_functions(events: MemoryEvents) -> bool:
 
 def _take_turns(events: MemoryEvents, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
     """Assigns each buffer to the first group without a live buffer, because buffers of a group may share bytes. Buffers in windows have
-    their own groups. `used` maps each live buffer to the index of its group. A buffer of a pool of streams stays live until the pool is
+    separate groups. `used` maps each live buffer to the index of its group. A buffer of a pool of streams stays live until the pool is
     joined."""
     for event in events:
         match event:
@@ -42,7 +42,7 @@ def _take_turns(events: MemoryEvents, context: ProgramContext, groups: list[list
 
 
 def _plan(events: MemoryEvents, context: ProgramContext) -> str:
-    """C++ of the events. Events of one mesh are together if only events of other ranks separate them."""
+    """C++ of the events. Joins two events of one mesh if only events of other ranks are between the two."""
     result: list[MemoryEvent] = []
     for event in events:
         at = len(result) - 1

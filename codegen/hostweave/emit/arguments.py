@@ -1,4 +1,4 @@
-"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and their run-time checks."""
+"""Inputs and outputs of a program, the symbolic sizes that inputs determine, and run-time checks of arguments and sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SizeBinding:
         self.label, self.name = binding.name, integers.sizes[binding.name]  # the user's name, and the C++ name
         self.divisor = 1 if is_multiple else multiple
         of_it = (part for part in parts_of(program) if part.size.name == binding.name)
-        self.parts = tuple(part_view(program, integers, part) for part in of_it)  # local sizes derived from this size
+        self.parts = tuple(part_view(program, integers, part) for part in of_it)  # local sizes derived from the symbolic size
 
     def lines(self) -> Iterator[str]:
         yield f"const int64_t {self.name} = {self.value};"
@@ -49,9 +49,9 @@ class CheckedArgument:
     again: bool  # True if the check follows the bindings of sizes, and compares with `shape` instead of `pattern`
     buffer: OperandBuffer  # local buffer, such as bf16[M/8, K]
     used: bool
-    parameter: str  # parameter of the program; for a group, the other fields describe the first tensor
+    parameter: str  # parameter of the program; for a group, all other fields describe the first tensor of the group
     path: str  # C++ path of the tensor, such as in.x
-    on: str = ""  # C++ condition under which this rank has the tensor; empty if all ranks have it
+    on: str = ""  # C++ condition under which this rank has the tensor; empty if all ranks have the tensor
     memory: str = ""  # C++ path of the donated input whose memory an output uses
     donated: str = ""
 
@@ -60,7 +60,7 @@ class CheckedArgument:
         return self.path.rpartition(".")[2]
 
     def statements(self) -> Iterator[Guarded]:
-        """Check of the tensor, and declarations of the sizes that it binds. If `again`, the declarations come first."""
+        """Check of the tensor, and declarations of the sizes that the tensor binds. If `again`, the declarations come first."""
         type = self.buffer.type
         # C++ dtype and shape do not state the type if a dim is symbolic, or if a bool is stored as a byte.
         named = f', "{type}"' if type.dtype.name == "bool" or not all(size.is_int for size in type.shape) else ""
@@ -83,7 +83,7 @@ class _Binding:
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
-    """Inputs in order. Each input binds those of its symbolic sizes that no earlier input binds."""
+    """Inputs in order. Each input binds its symbolic sizes, except sizes that an earlier input binds."""
     parts = parts_of(program)
     known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
     result = []
@@ -170,7 +170,7 @@ def _path(program: ir.HostProgram, name: str, emitter: Emitter) -> str:
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
     """C++ calls that check sizes at run time. Differences must not be negative. Dims of reductions without an identity must not be empty.
-    Sums of sizes must be multiples of their divisors."""
+    A sum of sizes must be a multiple of its divisor."""
     for dim_size in not_negative(program):
         if not integers.depths.keys() >= {*dim_size.atoms}:
             yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'

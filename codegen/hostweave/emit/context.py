@@ -107,13 +107,13 @@ class ProgramContext:
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
-        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # keyed by the `key` of their emitters
+        self.kernels: dict[tuple[object, ...], EmittedKernel] = {}  # `key` of an emitter -> emitted kernel
         self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], LaunchedKernel] = {}  # keyed by the arguments of `launched`
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # True if the program needs a workspace for matmuls on the caller's stream
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> LaunchedKernel:
-        """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first."""
+        """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first kernel."""
         if (kernel, buffers) not in self.launches:
             name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
             emitter = (

@@ -114,8 +114,8 @@ class CppExprPrinter:
         return name
 
     def size(self, dim_size: Size) -> str:
-        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. C++ evaluates the product from left to right, and every division is exact. A size
-        that is a sum has no parentheses around it."""
+        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. C++ evaluates the product from left to right, and every division is exact. A sum is
+        printed without parentheses."""
         if isinstance(dim_size.factor, Sum):
             return self.sum(dim_size.factor)
         factors: list[str] = []

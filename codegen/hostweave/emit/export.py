@@ -15,7 +15,7 @@ from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
 _PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that are copied to every project
-_SUMS = ".hostweave-export"  # SHA-256 of each written file; the next export uses it to detect edited files
+_SUMS = ".hostweave-export"  # SHA-256 of each written file; the next export uses these digests to detect edited files
 
 
 def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
@@ -39,7 +39,7 @@ def export(
     """Writes a CMake project to `folder`: the library, the sources of the runtime, and a main.cpp that runs and times the program. With
     `wheel`, `pip wheel` builds a wheel from the project.
 
-    `reference` is a program for one device that does the same computation, or the reason why there is no such program. If there is one,
+    `reference` is a program for one device that does the same computation, or the reason why there is no such program. With a program,
     main.cpp compares the results. `dtypes` are the dtypes of the program's values. Kernels of both programs are scheduled for `machine`.
 
     Raises ProgramError if the program cannot be emitted. Raises ArgumentError if the export would replace or delete a file that was edited,

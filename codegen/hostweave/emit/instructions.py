@@ -40,7 +40,7 @@ LONGEST_COMMENT = 114
 
 @dataclass(frozen=True)
 class OperandBuffer:
-    """Operand of an instruction. `root` is the parameter or temporary that contains its memory."""
+    """Operand of an instruction. `root` is the parameter or temporary that contains the memory of the operand."""
 
     text: str
     type: BufferType
@@ -63,10 +63,10 @@ class Emitter:
         self.memory_events = live_ranges(program, is_function=bool(function))
         self.begins = iter(begins(self.memory_events))  # one per allocate, in program order
         self.used: set[str] = set()  # parameters and temporaries in the emitted code
-        self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in its pool
+        self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in the current pool
         self.in_group = False
         self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
-        self.comments: list[str] = []  # comments with source lines that were printed last
+        self.comments: list[str] = []  # the source lines that were printed last, as comments
         self.others, self.short_names = _other_names(program), _short_names(program)
         self.arguments = _arguments(program)
         self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> group and index of the tensor
@@ -114,7 +114,7 @@ class Emitter:
     def instruction(self, i: tree.Instruction, last: bool) -> str:
         text = method_of(type(i))(self, i)
         opens_group = i.grouped and not self.in_group
-        if opens_group:  # Outside of a Group, an instruction that posts several sends or recvs gets its own group.
+        if opens_group:  # Outside of a Group, an instruction that posts several sends or recvs gets a separate group.
             text = lay_out("Group", self.transport(i).template, body=text)
         declares = tree.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
@@ -206,8 +206,8 @@ class Emitter:
     def emit_view(self, i: ir.View) -> str:
         """Declares a pointer at the view's offset.
 
-        Declares none for tensors of a parameter group, for views at offset 0, and for views that only one call of a function uses. The C++
-        of their uses contains the address.
+        Declares no pointer for tensors of a parameter group, for views at offset 0, and for views that only one call of a function uses.
+        The uses of these tensors and views contain the address.
         """
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
@@ -256,8 +256,8 @@ class Emitter:
         return self.planned("MatmulPlan", (name,), made_with, lambda: tuple(map(self.integers.strided, types[:3])))
 
     def planned(self, kind: str, names: Sequence[str], made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
-        """C++ member that holds a plan. Its name is the first of `names` that no other plan has, or `names[0]` with a number. Instructions
-        with equal arguments share one plan."""
+        """C++ member that holds a plan. The name of the member is the first of `names` that no other plan has, or `names[0]` with a number.
+        Instructions with equal arguments share one plan."""
         with self.integers.noting() as used:
             plans, key = self.context.plans, (kind, made_with, prepared_with())
         self.context.used_by_plans |= used
@@ -499,7 +499,7 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 def _short_names(program: ir.HostProgram) -> dict[str, str]:
     """Maps a name such as `x_i_2` to `x_i` if the C++ scopes of the two names are disjoint."""
-    # The scopes of each name. A scope is the list of the numbers of the instructions around it, without those of class OnMesh.
+    # The scopes of each name. A scope is the list of the numbers of the enclosing instructions, except instructions of class OnMesh.
     scopes: dict[str, list[list[int]]] = {p.name: [[]] for p in (*program.inputs, *program.outputs)}
     for place in def_use(program).places:
         for name in tree.names(place.instruction, "define", "index"):

@@ -150,7 +150,7 @@ class KernelFacts:
         return f"hw::{ARRIVING[self.ops[0].kind]}<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def touches(self) -> Iterator[str]:
-        """Arguments of HW_TOUCHES: the elements that the kernel reads and writes. The CPU device checks accesses with them."""
+        """Arguments of HW_TOUCHES: the elements that the kernel reads and writes. With these arguments, the CPU device checks accesses."""
         integers = self.loops.integers
         for verb, pointers in (("reads", self.pointers), ("writes", self.results)):
             for name, pointer in pointers.items():

@@ -93,7 +93,7 @@ class LoopPrinter:
         self.vector_index = names.of("e", "element of a thread") if loops.width > 1 else ""
         self.row = names.of("row", "shared") if loops.has_rows else ""
         self.closing = self.templates.closing
-        self.starts: dict[str, Size] = {}  # dim of an operand of a concat or pad -> its first index in the result
+        self.starts: dict[str, Size] = {}  # dim of an operand of a concat or pad -> first index of this operand in the result
         self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
         if not self.multiplies:
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
@@ -159,8 +159,8 @@ class LoopPrinter:
 
     @property
     def varied(self) -> dict[str, str]:
-        """Template parameters of the lambda `compute`, each with the function parameter from which C++ deduces it. Each variant of the
-        kernel is a call of `compute`."""
+        """Template parameters of the lambda `compute`, each with the function parameter from which C++ deduces the template parameter. Each
+        variant of the kernel is a call of `compute`."""
         if self.row:
             return {"class Row": f"const Row& {self.row}"}
         width = {"int kWidth": "hw::Width<kWidth>"} if self.ir.width > 1 else {}

@@ -31,7 +31,7 @@ class Nest:
 
 
 class EmittedKernel:
-    """A kernel as its template needs it: loops over the kept dims and, inside of them, loop nests over the reduced dims.
+    """A kernel in the form that the template needs: loops over the kept dims and, inside of these loops, loop nests over the reduced dims.
 
     `stores` write results without reduced dims. `last` is the body of a final loop, for results with all dims. `before` precedes the
     declarations of indices.
@@ -114,7 +114,7 @@ class KernelEmitter(KernelFacts):
         return EmittedKernel(self, self.row.taken(), nests, stores, last)
 
     def section(self) -> Section:
-        """Section for the innermost loop. If each element of a vector has its own accumulator, this is the loop over the vector."""
+        """Section for the innermost loop. If each element of a vector has its own accumulator, this loop is the loop over the vector."""
         if not self.ir.has_wide_totals:
             return Section(self, self.row, self.ir.width)
         return Section(self, width=self.ir.width, around=Section(self, self.row, is_around=True))

@@ -128,7 +128,7 @@ def _tensor(type: TensorType, argument: CheckedArgument, label: str, mesh: Mesh,
 
 
 def executable_of(program: str) -> str:
-    """Name of the executable. It differs from the names in `_OF_CMAKE`."""
+    """Name of the executable. The name is never in `_OF_CMAKE`."""
     return f"{program}_program" if program in _OF_CMAKE.split() else program
 
 

@@ -1,4 +1,4 @@
-"""Names in generated C++. A user's name stays unless C++ or the generated program reserves it, or another name has taken it."""
+"""Names in generated C++. A user's name changes only if C++ or the generated program reserves it, or if another name has this C++ name."""
 
 import errno
 import re
@@ -48,7 +48,7 @@ def is_reserved(name: str) -> bool:
 
 
 class CppNames:
-    """C++ names of one scope. Equal names of one kind get equal C++ names, and all others get different C++ names.
+    """C++ names of one scope. Equal names of one kind get equal C++ names, and all other names get different C++ names.
 
     A name that is reserved, used or not a C++ name gets the first free number: `int` becomes `int_1`. Every name gets `suffix`, such as the
     `_` of class members.

@@ -21,8 +21,8 @@ def operands_of(i: ir.Matmul) -> tuple[str, ...]:
 
 
 def plan_arguments(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
-    """Constructor arguments of a matmul plan after the dtypes. The first one is the cuBLASLt epilogue. With TF32, the compute type follows.
-    With scales, the dtype of b and the scale modes follow. Defaults at the end are omitted."""
+    """Constructor arguments of a matmul plan after the dtypes. The first argument is the cuBLASLt epilogue. With TF32, the compute type
+    follows. With scales, the dtype of b and the scale modes follow. Defaults at the end are omitted."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:

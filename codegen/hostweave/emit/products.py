@@ -98,7 +98,7 @@ class Rows:
 
 
 def copied(src: BufferType, dst: BufferType) -> Rows | None:
-    """Describes a copy as a copy of rows. None if the strides do not allow this."""
+    """Describes a copy as a copy of rows. None if the strides do not allow this description."""
     strides = zip(strides_of(src), strides_of(dst), strict=True)
     dims = merged([LoopDim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
     if not dims or dims[-1].strides != (ONE, ONE):

@@ -1,4 +1,4 @@
-"""A host program in the form that the templates need: members of its C++ class, and bodies of its functions."""
+"""A host program in the form that the templates need: the members of the C++ class, and the bodies of the functions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from hostweave.types.size import Atom
 
 
 class EmittedFunction:
-    """A function of the host program as a C++ member function that enqueues its work."""
+    """A function of the host program as a C++ member function that enqueues the work."""
 
     def __init__(self, function: ir.HostProgram, context: ProgramContext):
         emitter, integers = Emitter(function, context, function.name), context.integers
@@ -50,7 +50,7 @@ class EmittedFunction:
             for at, group in each.members.items()
             if parameters[at].name in emitter.used
         )
-        # The C++ function takes either all sizes of the program or none.
+        # The C++ function takes either all sizes of the program or no sizes.
         sizes = tuple(name for size, name in integers.sizes.items() if size not in integers.depths)
         self.sizes, self.memory_sizes = (sizes if names & {*sizes} else () for names in (used, used_by_memory))
         self.memory_takes_sizes = bool(self.memory_sizes) or calls_functions(emitter.memory_events)
@@ -95,7 +95,7 @@ class ProgramSources:
         self.checks_of_outputs = checks_of([y for y in self.outputs if not y.memory], context)
         self.taken_over = checks_of([y for y in self.outputs if y.memory], context)  # outputs in donated memory
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # The SizeBinding of a named size declares its parts.
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # The SizeBinding of a named size declares the parts of the size.
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
@@ -213,7 +213,7 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
 
 
 def _function_of(source: UserKernel) -> str:
-    """Function of a user kernel. Raises ProgramError if generated code uses its name."""
+    """Function of a user kernel. Raises ProgramError if generated code uses the name of the function."""
     if is_reserved(source.function) or source.function in ("rank", *C_FUNCTIONS):
         raise ProgramError(f"kernel: generated code uses the name {source.function}; rename the function", source.location)
     return source.function

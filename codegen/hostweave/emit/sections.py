@@ -62,7 +62,7 @@ class Section:
 
     def join(self, total: str, combine: Combine, element: str, wraps: bool) -> None:
         """Combines an element with the accumulator `total`. Uses the functor for ints that wrap around, because C++ does not define the
-        overflow of its operators."""
+        overflow of the operators of ints."""
         by_sign = combine.sign and not wraps
         self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
@@ -122,7 +122,7 @@ class Section:
         return name in self.kernel.ir.held and name not in self.kernel.pointers and name != self.own
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of an update if this rank has the row. For each axis, the operands have a start and this rank's rows."""
+        """Stores an element of an update if this rank has the row. The last operands are, for each axis, a start and this rank's rows."""
         _, update, *bounds = op.tensors
         kernel, loops, access = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -254,7 +254,7 @@ class Section:
         return (is_same and all(name in self.kernel.pointers for name in op.tensors)) or OPS[op.kind].gathers
 
     def is_rounded_by_store(self, result: str) -> bool:
-        """True for vectors of computed 8-bit floats. Their store rounds two floats in one instruction."""
+        """True for vectors of computed 8-bit floats. The store of such a vector rounds two floats in one instruction."""
         dtype, op = self.kernel.types[result].dtype, self.kernel.made[result]
         is_vector = self.is_wide and stored(result) in (*self.kernel.ir.packed, self.kernel.ir.transposed)
         return is_vector and dtype.kind == "float" and dtype.itemsize == 1 and (self.kernel.uses[result] > 0 or not self.is_moved(op))
@@ -303,7 +303,7 @@ class Section:
         return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def joined(self, op: Op, is_moved: bool = False) -> str:
-        """C++ of an element of a concat or pad. Its type is the storage type if `is_moved`, otherwise the compute type.
+        """C++ of an element of a concat or pad. The type of the C++ is the storage type if `is_moved`, otherwise the compute type.
 
         Each operand has a branch. A vector never spans two operands.
         """
@@ -317,7 +317,7 @@ class Section:
         if VALUE in OPS[op.kind].attributes:
             literal = number(op[VALUE], dtype)
             branches.append(("", Section(kernel, self.outer, width), _converted(literal, dtype, dtype) if is_moved else literal))
-        else:  # Upper bounds suffice, because each operand begins at the end of the one before.
+        else:  # Upper bounds suffice, because each operand begins at the end of the operand before.
             ends = (*(text.rpartition(" && ")[2] for text, _, _ in branches[:-1]), "")
             branches = [(end, one, value) for end, (_, one, value) in zip(ends, branches, strict=True)]
         is_read = all(name in kernel.pointers or not OPS[kernel.made[name].kind].cost for name in op.tensors)
@@ -374,8 +374,8 @@ class Section:
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """C++ of a gathered element, and the condition that this rank has it. If all elements of a vector have one index, loads the vector
-        under this condition, and returns the condition ""."""
+        """C++ of a gathered element, and the condition that this rank has the element. If all elements of a vector have one index, loads
+        the vector under this condition, and returns the condition ""."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (index, held) = op.tensors[0], op.result.type.dtype, self.index_of(op)
         moved = kernel.jump(index, x)
@@ -394,7 +394,7 @@ class Section:
         return combine is not None and op.result.name in self.kernel.totals and not (combine.is_mean or OPS[op.kind].locates)
 
     def total(self, op: Op) -> tuple[str, DType]:
-        """C++ of a reduction's result, and the dtype of its accumulator."""
+        """C++ of a reduction's result, and the dtype of the reduction's accumulator."""
         source = self.kernel.types[op.tensors[0]].dtype
         total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # A reduction of one element has no accumulator.
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)

@@ -16,8 +16,8 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Alternative:
-    """An algorithm with chunks, or no overlap. `micros` is predicted for the reshard and the ops that it may overlap with, or measured for
-    the whole program."""
+    """An algorithm with chunks, or no overlap. `micros` is predicted for the reshard and the ops that may overlap with the reshard, or
+    measured for the whole program."""
 
     algorithm: str
     chunks: int
@@ -34,7 +34,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice for the reshard that produces `value`. The first alternative is chosen; the others follow, fastest first."""
+    """Choice for the reshard that produces `value`. The first alternative is chosen; the other alternatives follow, fastest first."""
 
     value: str
     function: str

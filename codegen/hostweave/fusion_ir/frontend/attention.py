@@ -32,8 +32,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Scaled dot-product attention: softmax(query keyT * scale + mask) value. The parameters up to `enable_gqa` are PyTorch's.
 
-    The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have the same dtype.
-    If the dtype is narrower than f32, the softmax is computed in f32. Source: Vaswani et al., "Attention is all you need", 2017.
+    The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All four have the same
+    dtype. If the dtype is narrower than f32, the softmax is computed in f32. Source: Vaswani et al., "Attention is all you need", 2017.
 
     - `attn_mask` broadcasts to [..., H, S, T]. A bool mask is true where a row attends to a column. A float mask is added to the scores. A
       row that attends to no column gives zeros.
@@ -96,19 +96,19 @@ def attention(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the log-sum-exp of each row of scores. The first result is as in `scaled_dot_product_attention`, the second is f32
-    [..., H, S].
+    """Attention, and the log-sum-exp of each row of scores. The first result is as in `scaled_dot_product_attention`, the second result is
+    f32 [..., H, S].
 
     - `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns). Use
       "bottom_right" if the query rows follow a cache of keys.
     - `window`: a row attends only to the last `window` columns that `causal` allows.
     - `lengths` is the number of valid keys, at least one: i32 [B] for [B, H, S, E], and an i32 scalar for [H, S, E]. With "bottom_right",
       row i attends to keys up to lengths - S + i. If that index is negative, the row gives zeros, and a log-sum-exp of -inf.
-    - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]. Dims before the last one may be 1,
+    - `bias` is added to the scaled scores. The bias has the query's dtype and the shape [..., H, S, T]. Dims before the last dim may be 1,
       and dims before S may be missing. -inf hides a column. A row whose columns are all hidden gives zeros, and a log-sum-exp of -inf.
-    - `offsets`, i32, are the starts of N packed sequences and the end of the last one: [B, N + 1] for [B, H, S, E], and [N + 1] for [H, S,
-      E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row attends only to keys of its sequence.
-      Rows outside of all sequences give zeros, and a log-sum-exp of -inf.
+    - `offsets`, i32, are the starts of N packed sequences and the end of the last sequence: [B, N + 1] for [B, H, S, E], and [N + 1] for
+      [H, S, E]. Offsets must not decrease; a sequence may be empty. Keys are packed like queries, and a row attends only to keys of its
+      sequence. Rows outside of all sequences give zeros, and a log-sum-exp of -inf.
 
     If none of lengths, bias and offsets is given, each row must attend to at least one column.
 
@@ -117,9 +117,9 @@ def attention(
     composed of matmuls and a softmax. An operand is copied first if its rows are not contiguous, or if rows of 16-bit floats do not begin
     at multiples of 16 bytes.
 
-    Sharded rows, `S@cp`: sharded keys and values are gathered before the computation, or block by block during it. Rows in zigzag,
-    `S@zigzag(cp)`, give all ranks equal work under a causal mask without a window (Llama Team, "The Llama 3 Herd of Models", 2024, section
-    3.3.2). With a causal mask, zigzag needs as many keys as rows, and supports neither lengths nor a bias.
+    Sharded rows, `S@cp`: sharded keys and values are gathered before the computation, or block by block during the computation. Rows in
+    zigzag, `S@zigzag(cp)`, give all ranks equal work under a causal mask without a window (Llama Team, "The Llama 3 Herd of Models", 2024,
+    section 3.3.2). With a causal mask, zigzag needs as many keys as rows, and supports neither lengths nor a bias.
 
     Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its local keys, and the results are merged by their
     log-sum-exps in f32. Keys are gathered only for a window, in zigzag, for packed sequences, or for lengths with a causal mask, except
@@ -162,9 +162,9 @@ def attention_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of `attention` for query, key, value and, if given, the bias. A gradient has the dtype and shape of its operand.
 
-    `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. The other
-    arguments are those of `attention`. Attention kernels compute the gradients if they compute `attention`. Otherwise the backward pass is
-    composed of several ops.
+    `output` and `lse` are the results of `attention` for the same operands, and `output_gradient` is the gradient of `output`. All other
+    arguments are as in `attention`. If attention kernels compute `attention`, attention kernels also compute the gradients. Otherwise the
+    backward pass is composed of several ops.
 
     The gradients of invalid keys are zero. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The bias gradient is
     summed over the dims along which the bias broadcasts. If such a dim is sharded, the bias gradient is a partial sum.

@@ -110,8 +110,8 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
 
 @_called("softmax")
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """Softmax over one dim: exp(x - max(x)) divided by its sum. x is a tensor of floats. The result has the same shape and dtype. Floats
-    narrower than f32 are computed in f32.
+    """Softmax over one dim: exp(x - max(x)) divided by the sum of these exponentials. x is a tensor of floats. The result has the shape and
+    dtype of x. Floats narrower than f32 are computed in f32.
 
     A row that contains only -inf gives NaN, as in PyTorch. If the dim is sharded, two all-reduces are needed.
 
@@ -124,8 +124,8 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("log_softmax")
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """Logarithm of the softmax over one dim: x - max(x) - log(sum(exp(x - max(x)))). x is a tensor of floats. The result has the same shape
-    and dtype.
+    """Logarithm of the softmax over one dim: x - max(x) - log(sum(exp(x - max(x)))). x is a tensor of floats. The result has the shape and
+    dtype of x.
 
     Example: `hw.log_softmax(logits, axis=-1)`.
     """
@@ -210,8 +210,8 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
 
     If elements that share a scale are on several ranks, an all-reduce computes m. If `scale` is given, the values are x divided by `scale`,
-    but the returned scales are those of x. So a step can use the scales of the previous step. Values out of range become the largest number
-    of f8e4m3, or an infinity of f8e5m2.
+    but the returned scales are the scales of x. So a step can use the scales of the previous step. Values out of range become the largest
+    number of f8e4m3, or an infinity of f8e5m2.
 
     Raises ProgramError for an unknown scaling, another dtype or number of dims, a wrong scale, or a dim in blocks that 128 does not divide.
 
@@ -241,7 +241,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     top = hw.max(hw.abs(wide), inner, keepdims=True)
     given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
-        # Rows are reduced first, so that the kernel of a preceding norm can compute their maxima.
+        # Rows are reduced first, so that the kernel of a preceding norm can compute the maxima of rows.
         top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)
     own = _worded("scale", hw.astype(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
@@ -265,7 +265,7 @@ def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary position embedding: rotates pairs of elements of the last dim of x [..., S, E].
 
-    `cos` and `sin` of the angles have E/2 elements in their last dim. Their other dims broadcast to those of x.
+    `cos` and `sin` of the angles have E/2 elements in their last dim. All other dims of `cos` and `sin` broadcast to the dims of x.
 
     A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved`, a pair is elements 2i and 2i + 1. The result has the
     shape and dtype of x. Floats narrower than f32 are computed in f32. Source: Su et al., "RoFormer", 2021.
@@ -299,7 +299,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """Random f32 numbers, uniform in [0, 1), in the shape of x, which has at most four dims.
 
-    A number depends only on its index in the global tensor, `seed` and `draw`, and not on the target or the sharding. `seed` and `draw` are
+    A number depends only on `seed`, `draw` and its index in the global tensor, and not on the target or the sharding. `seed` and `draw` are
     ints that fit u32, or u32 tensors without dims. Source: Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random
     numbers: as easy as 1, 2, 3", 2011).
 

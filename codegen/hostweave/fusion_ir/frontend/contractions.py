@@ -22,8 +22,8 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     Letters that are missing in the result are summed over. Without `->` the result has the letters that occur once, in alphabetical order.
     More than two operands are multiplied from left to right.
 
-    One matmul contracts all summed letters that two operands share. Its dtypes are those of `hw.matmul`. If a contracted dim is sharded,
-    the result is a partial sum.
+    One matmul contracts all summed letters that two operands share. The dtypes of this matmul are as in `hw.matmul`. If a contracted dim is
+    sharded, the result is a partial sum.
 
     Raises ProgramError if `subscripts` is invalid or does not fit the operands. An ellipsis, and a letter that occurs twice in one operand,
     are not supported.
@@ -48,11 +48,12 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
 
 @checked
 def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axis | Sequence[Axis]] = 2) -> Tensor:
-    """Sum of products over some dims of a and b, as in numpy.tensordot. The result has the other dims of a, then those of b.
+    """Sum of products over some dims of a and b, as in numpy.tensordot. The result has all dims that are not summed: dims of a, then dims
+    of b.
 
     If `axes` is a number n, the last n dims of a are paired with the first n dims of b. Otherwise `axes` has dims of a, and dims of b in
-    the same order, by index or name. One matmul contracts all these dims, if there are any. Its dtypes are those of `hw.matmul`. If a
-    contracted dim is sharded, the result is a partial sum.
+    the same order, by index or name. One matmul contracts all paired dims, if there are any. The dtypes of this matmul are as in
+    `hw.matmul`. If a contracted dim is sharded, the result is a partial sum.
 
     Raises ProgramError if paired dims differ in size, or if `axes` does not pair dims of a with dims of b.
 

@@ -16,10 +16,10 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     """For each output, the donated input whose memory the output reuses, or "". Empty if nothing is donated. In `outputs`, a reshard
     replaces each output that reuses an input but does not state the input's sharding.
 
-    For each input, exactly one output must qualify. An output that another input needs does not count. An output qualifies if
-    its dtype, mesh and dims are those of the input; the user gave the output no other sharding; and the output is computed from the input,
-    or `donate` gives the index of the output. An output with the dims in another order qualifies only if `donate` gives its index, or
-    if no other qualifying output has the input's shape.
+    For each input, exactly one output must qualify. An output that another input needs does not count. An output qualifies if it has the
+    dtype, mesh and dims of the input; the user gave the output no sharding, or the input's sharding; and the output is computed from the
+    input, or `donate` gives the index of the output. An output with the dims in another order qualifies only if `donate` gives the index of
+    the output, or if no other qualifying output has the input's shape.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):
@@ -65,7 +65,7 @@ def _candidates(
 
 
 def _takes(output: Tensor, given: Tensor) -> bool:
-    """True if the output has the dtype, mesh and dims (in any order) of the input, and the user stated no other sharding."""
+    """True if the output has the input's dtype, mesh and dims (in any order), and the user stated no sharding or the input's sharding."""
     a, b = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (output.type, given.type))
     return a.fills(b) and (not output._value.pinned or output.type.fills(given.type))
 

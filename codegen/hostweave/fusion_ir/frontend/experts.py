@@ -51,8 +51,8 @@ def _before(ends: Tensor) -> Tensor:
 
 @_called("counts")
 def bincount(x: Tensor, length: int | str) -> Tensor:
-    """Counts the elements of x that equal i, for each i from 0 to `length` - 1, and ignores other elements. x is a tensor of ints. The
-    result is i64 [length].
+    """Counts the elements of x that equal i, for each i from 0 to `length` - 1, and ignores elements outside of this range. x is a tensor
+    of ints. The result is i64 [length].
 
     If x is sharded, each rank counts its elements, and the result is a partial sum.
 
@@ -72,9 +72,9 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
     """Indices of the nonzero elements of x, in row-major order: i64 [size, number of dims of x], as in torch.nonzero_static.
 
     If fewer than `size` elements are nonzero, the last rows are `fill_value`. If more elements are nonzero, the result has only the first
-    `size`. If the first dim is symbolic, x must have at least `size` elements in each call.
+    `size` indices. If the first dim is symbolic, x must have at least `size` elements in each call.
 
-    Raises ProgramError if x has no dims, if `size` is not an int, or if a dim other than the first is symbolic.
+    Raises ProgramError if x has no dims, if `size` is not an int, or if a dim other than the first dim is symbolic.
 
     Example: `mask: bool[T]` gives `i64[16, 1]` by `hw.nonzero(mask, size=16)`.
     """
@@ -136,7 +136,7 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
 class Routing:
     """Result of `moe_routing`: the rank and the row of each choice. Each token has k choices, one for each of its experts.
 
-    - `ends`, i32 [R, E/R]: on each of R ranks, the end of the rows of each expert. These are the offsets for `grouped_matmul`.
+    - `ends`, i32 [R, E/R]: on each of R ranks, the end of the rows of each expert. `grouped_matmul` takes `ends` as offsets.
     - `rows`: upper bound of the number of rows on a rank. Rows after the last end are unused.
     """
 
@@ -159,7 +159,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     finds the choices of its experts.
 
     At most `capacity` choices of each pair of ranks are kept. By default, no choice is dropped. Beyond the capacity, choices of the
-    destination's highest-numbered experts are dropped first. Among choices of one expert, those of the last tokens are dropped first. The
+    destination's highest-numbered experts are dropped first. Among choices of one expert, choices of the last tokens are dropped first. The
     host never reads the numbers of choices.
 
     Raises ProgramError for other shapes or dtypes of `experts`, for axes that the mesh lacks, or if R does not divide the number of
@@ -249,7 +249,7 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
     first multiplied by the weight of its choice.
 
     The sum is at least in f32. Each rank sums its rows, and one reduce-scatter sums over the ranks. Dropped choices contribute nothing.
-    With `sent=hw.bf16`, the sums of a rank and the sums over ranks are rounded to bf16. This halves the sent bytes.
+    With `sent=hw.bf16`, the sums of a rank and the sums over ranks are rounded to bf16. This rounding halves the sent bytes.
 
     Raises ProgramError for other shapes, and if `sent` is not a dtype of floats.
 

@@ -1,5 +1,5 @@
-"""Public functions on tensors: matmuls, casts, constants, changes of shape, resharding and others. Most names are those of the Python array
-API standard or of torch.
+"""Public functions on tensors: matmuls, casts, constants, changes of shape, resharding and others. Most names are from the Python array API
+standard or from torch.
 
 Simple pointwise ops and reductions are generated from the op table.
 """
@@ -30,7 +30,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product, also written `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
     Both operands and the result have the same dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints
-    wrap around. A matmul of ints is much slower than one of floats, because it does not use cuBLASLt.
+    wrap around. A matmul of ints does not use cuBLASLt, and is therefore much slower than a matmul of floats.
 
     If dim K is sharded, the result is a partial sum. The compiler then inserts an all-reduce, or a reduce-scatter if a `reshard` shards the
     result.
@@ -87,10 +87,10 @@ def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 @checked
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU: x * Phi(x), where Phi is the distribution function of the standard normal distribution. x is a tensor of floats. The result has
-    the same shape and dtype.
+    the shape and dtype of x.
 
-    `approximate` is "none" (exact, by the error function) or "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). The two formulas
-    are those of torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016).
+    `approximate` is "none" (exact, by the error function) or "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Both formulas are
+    from torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016).
 
     Raises ProgramError for another value of `approximate`.
 
@@ -106,7 +106,7 @@ def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | N
     """Limits x to the range from `min` to `max`. Each bound is a number, or a tensor that broadcasts against x. One bound may be omitted.
     NaN stays NaN.
 
-    Raises ProgramError if both are omitted.
+    Raises ProgramError if both bounds are omitted.
 
     Example: `hw.clip(x, 0, 1)`, `hw.clip(x, max=6)`.
     """
@@ -119,9 +119,9 @@ def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | N
 @checked
 def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
     """Selects elements of `a` where the bool `condition` is true, and elements of `b` elsewhere. Dims broadcast; a and b have the same
-    dtype. At most one of them is a Python number, unless both are bools.
+    dtype. At most one of a and b is a Python number, unless both are bools.
 
-    Raises ProgramError for two other numbers.
+    Raises ProgramError for two numbers that are not both bools.
 
     Example: `hw.where(x > 0, x, 0.01 * x)`.
     """
@@ -136,7 +136,7 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
     """Casts x to another dtype. Casts to floats round to nearest, ties to even, as in PyTorch. Casts from floats to ints round towards
     zero.
 
-    Returns x itself if it already has the dtype.
+    Returns x itself if x already has the dtype.
 
     A cast from int to int keeps the low bits. A cast from float to int first converts to i64, or to u64 from 2^63 on, and keeps the low
     bits. So -1.0 becomes 4294967295 in u32. NaN and floats outside the ranges of i64 and u64 become -2^63 in i64, 2^63 in u64, and 0 in
@@ -178,7 +178,7 @@ def zeros(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 
 @checked
 def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
-    """A tensor of ones. Shape, dtype and errors are those of `hw.zeros`.
+    """A tensor of ones. Shape, dtype and errors are as in `hw.zeros`.
 
     Example: `hw.ones(("M", "N"), hw.bf16)`, `hw.ones("M")`.
     """
@@ -187,7 +187,7 @@ def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
 
 @checked
 def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType = f32) -> Tensor:
-    """A tensor whose elements all equal `fill_value`, a Python number. Shape, dtype and errors are those of `hw.zeros`.
+    """A tensor whose elements all equal `fill_value`, a Python number. Shape, dtype and errors are as in `hw.zeros`.
 
     A floating `dtype` rounds `fill_value`. Also raises ProgramError if `fill_value` is not a number, or if an int or bool `dtype` cannot
     represent the value.
@@ -274,7 +274,7 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
 
 @checked
 def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
-    """Inserts dims of one element. `axis` gives their positions in the result.
+    """Inserts dims of one element. `axis` gives the positions of these dims in the result.
 
     Raises ProgramError for a position that is out of range or named twice.
 
@@ -294,8 +294,8 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Each dim is an int, a name, or a size such as `M/8`. The dims may also be one tuple or list. One dim may be -1, and is then inferred.
 
-    The result is a view if the memory layout allows it. A dim keeps its sharding if the dim does not change, or if it is the outermost of
-    the dims that are merged or split. Other sharded dims are gathered, unless the blocks of the ranks are also blocks of the result:
+    The result is a view if the memory layout allows a view. A dim keeps its sharding if the dim does not change, or if it is the outermost
+    of the dims that are merged or split. Other sharded dims are gathered, unless the blocks of the ranks are also blocks of the result:
     `[8@y,x]` becomes `[2@y, 4@x]`.
 
     Raises ProgramError if a dim is invalid, if the numbers of elements differ, or if -1 cannot be inferred.
@@ -327,7 +327,7 @@ def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
 def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
     """Swaps two dims, as in torch. The result is a view.
 
-    Raises ProgramError if x has no such dim.
+    Raises ProgramError if x lacks one of the two dims.
 
     Example: `x: f32[S, B, E]` becomes `f32[B, S, E]` by `hw.transpose(x, 0, 1)`.
     """
@@ -352,11 +352,11 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
 @checked
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
-    """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
+    """Joins tensors along `axis`. All dims except `axis`, and the dtypes, must be equal. With `axis=None` the tensors are flattened first.
 
     If dim `axis` is sharded, the dim is gathered first. If possible, operands are computed directly in the memory of the result.
 
-    Raises ProgramError for an empty list, or if dtypes or other dims differ.
+    Raises ProgramError for an empty list, or if dtypes, or dims except `axis`, differ.
 
     Example: `hw.concat([a, b], axis=0)` with `a: f32[M, K]` and `b: f32[N, K]` gives `f32[(M + N), K]`.
     """
@@ -373,7 +373,7 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
     The dim is divided into as many equal blocks as there are sources.
 
-    Raises ProgramError if `sources` names a block twice or one that does not exist, or if the number of sources does not divide the dim.
+    Raises ProgramError if `sources` names a block twice or a missing block, or if the number of sources does not divide the dim.
 
     Example: on 4 ranks, `hw.collective_permute(x, "M", [3, 0, 1, 2])` sends each shard to the next rank of a ring.
     """
@@ -435,9 +435,9 @@ def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None =
     | partial | sharded | reduce-scatter |
     | replicated | sharded | none, a local slice |
 
-    `mesh` moves the tensor to another mesh. The dims then name axes of that mesh.
+    `mesh` moves the tensor to another mesh. The dims then name axes of `mesh`.
 
-    Raises ProgramError for dims that are not those of x, and for a sharding that the mesh does not allow.
+    Raises ProgramError for dims that are not the dims of x, and for a sharding that the mesh does not allow.
 
     Example: `hw.reshard(x, "M@x", "K")`; `hw.reshard(h, "M@dp", "N", mesh=mesh.ranks([4, 5, 6, 7], dp=4))`.
     """

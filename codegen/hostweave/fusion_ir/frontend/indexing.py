@@ -23,9 +23,9 @@ LARGE = 720720 << 20  # value of symbols in comparisons of bounds; divisible by 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
     """Part of x that the keys select. A key is a slice with a positive step, an int (drops a dim), `None` (adds a dim) or `...`.
 
-    A slice must be within its dim, and must not be empty. If the size is symbolic, tracing checks this for large sizes only. Each call of
-    the program then checks that the slice fits, and that the step divides the length if the length is symbolic. For `x[1::2]`, the step
-    must divide the size of the dim instead. In a call, a slice may be empty.
+    A slice must be within its dim, and must not be empty. If the size of the dim is symbolic, tracing checks both rules for large sizes
+    only. Each call of the program then checks that the slice fits, and that the step divides the length if the length is symbolic. For
+    `x[1::2]`, the step must divide the size of the dim instead. In a call, a slice may be empty.
     """
     keys = _spread(x.type, key if isinstance(key, tuple) else (key,))
     cuts = [k for k in keys if k is not None]

@@ -73,7 +73,7 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     """Like `take_along_axis`, but x may be longer than `indices` along dims other than `axis`, as in torch. The additional elements of x
-    are not read. If such a dim of `indices` has a symbolic size, x must have the same size, or size 1.
+    are not read. If a dim of `indices` other than `axis` has a symbolic size, the same dim of x must have this size, or size 1.
 
     Raises ProgramError for other shapes or dtypes.
 
@@ -105,7 +105,7 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
 
 @_called("one_hot")
 def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tensor:
-    """One-hot encoding: adds a last dim of `num_classes` elements. The element at the index is 1, and the others are 0.
+    """One-hot encoding: adds a last dim of `num_classes` elements. The element at the index is 1, and all other elements are 0.
 
     `indices` is a tensor of ints. See `take` for indices out of range.
 
@@ -124,9 +124,9 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Writes elements of `source` to a copy of x, at `indices` along a dim. For 3 dims and `axis=1`: `y[i][indices[i][j][k]][k] =
     source[i][j][k]`. If indices repeat, the last element wins.
 
-    Unlike in torch, dims other than `axis` must be equal in all three tensors. In one of `indices` and `source`, such a dim may also be 1.
-    `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of `indices` and `source`
-    is gathered.
+    Unlike in torch, dims other than `axis` must be equal in all three tensors. In one of `indices` and `source`, a dim other than `axis`
+    may also be 1. `indices` is a tensor of ints; see `take` for indices out of range. Dim `axis` of x may be sharded; dim `axis` of
+    `indices` and `source` is gathered.
 
     Raises ProgramError for other shapes or dtypes.
 
@@ -139,7 +139,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 
 @_called("added")
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
-    """Adds elements of `source` to a copy of x, at `indices` along a dim. Shapes are those of `scatter`.
+    """Adds elements of `source` to a copy of x, at `indices` along a dim. Shapes are as in `scatter`.
 
     Elements with equal indices are summed in the order of `source`, so results are reproducible on GPUs too. The sums are then added to x.
     Dim `axis` of x may be sharded. If dim `axis` of `indices` is sharded, each rank sums its elements, and the sums of all ranks are added.
@@ -351,7 +351,7 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 @checked
 def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Tensor, ...]:
     """Splits x along a dim, as in torch. If `sections` is an int, each part has this length, and the last part may be shorter. If
-    `sections` is a list, it has the length of each part.
+    `sections` is a list, the list has the length of each part.
 
     The parts are views, unless the dim is sharded. A sharded dim is gathered first.
 
@@ -382,7 +382,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
 def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
     """Removes the dims that `axis` names. Each of these dims must have one element. The result is a view.
 
-    Raises ProgramError if such a dim has another size. Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
+    Raises ProgramError if one of these dims has another size. Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
     """
     given = axis if isinstance(axis, tuple) else (axis,)
     gone = {dim_of(x, one, "squeeze") for one in given}
