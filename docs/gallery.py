@@ -1,4 +1,4 @@
-"""The page "Gallery": programs of examples/ with their source, predicted timeline, and C++ if it is short. The build of the documentation
+"""The page "Gallery": programs of examples/ with source, predicted timeline, and C++ if the C++ is short. The build of the documentation
 generates the page."""
 
 import ast

@@ -15,7 +15,7 @@ from hostweave.types.tensor import DTYPES
 
 
 def functions(ops: Mapping[str, OpDef]) -> str:
-    """Directives of mkdocstrings for the public functions of these ops."""
+    """Directives of mkdocstrings for the public functions of `ops`."""
     return "\n\n".join(f"::: hostweave.{kind}" for kind, op in ops.items() if op.is_public)
 
 

@@ -9,7 +9,7 @@ PAGES = ("tutorial", "recipes", "coming-from")
 
 
 def notebook(page: str) -> str:
-    """A page of Markdown as a notebook. Python blocks become code cells; text between them becomes cells of text."""
+    """A page of Markdown as a notebook. Python blocks become code cells. Text between Python blocks becomes cells of text."""
     cells = []
     for number, part in enumerate(re.split(r"```python\n(.*?)```\n", page, flags=re.DOTALL)):
         if source := part.strip("\n"):

@@ -2,8 +2,8 @@
 
 The stages of ZeRO (Rajbhandari et al., 2020) are shardings: stage 1 shards the moments, stage 2 also the gradients, and FSDP also the
 weights. Row `i` of `g` is the gradient of rank `i`. The rows are all-reduced, or reduce-scattered if gradients are sharded. The kernel
-updates sharded weights in place. If weights are replicated, the kernel writes its shard to a temporary, and an all_gather updates the
-weights.
+updates sharded weights in place. If weights are replicated, the kernel writes a shard of the weights to a temporary, and an all_gather
+updates the weights.
 """
 
 import hostweave as hw

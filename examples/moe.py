@@ -1,7 +1,7 @@
 """A mixture of experts whose tokens and experts are sharded over `ep`: routing, dispatch, experts, combine, and the backward pass.
 
-TOP of EXPERTS experts process each token. The number of tokens of an expert is computed on the device, and the host never
-reads it. No token is dropped. Experts are SwiGLU MLPs, whose gate and up projections are one product. The bias of an expert affects only
+TOP of EXPERTS experts process each token. The number of tokens of an expert is computed on the device, and the host never reads this
+number. No token is dropped. Experts are SwiGLU MLPs, whose gate and up projections are one product. The bias of an expert affects only
 which experts are chosen, as in DeepSeek-V3 (arXiv:2412.19437, 2.1.2).
 """
 
@@ -59,7 +59,7 @@ def differentiated(x, dy, router, bias, w1, w2):
     h = hw.silu(gate) * up
     y = hw.grouped_matmul(h, w2, routing.ends)
 
-    # Dispatch and combine are transposes of each other.
+    # Combine is the transpose of dispatch.
     given = hw.moe_dispatch(dy, routing, weights)
     dw2 = hw.grouped_matmul(hw.permute_dims(h, (0, 2, 1)), given, routing.ends)
     dh = hw.grouped_matmul(given, turned(w2), routing.ends)

@@ -1,4 +1,4 @@
-"""Pipelines: the first half of the ranks computes the first layers, and the second half the other layers.
+"""Pipelines: the first half of the ranks computes the first layers, and the second half computes the remaining layers.
 
 Each stage runs on a mesh of some of the ranks. A result is on the mesh of its operands. A reshard moves a result to another mesh.
 """
@@ -15,7 +15,7 @@ dtype = hw.bf16
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"].on(first), w1=dtype["K", "N"].on(first), w2=dtype["N", "K"].on(second))
 def two_stages(x, w1, w2):
     h = hw.relu(hw.matmul(x, w1)).named("h")
-    arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")  # rank i of the first half sends its rows to rank i of the second
+    arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")  # rank i of `first` sends its rows to rank i of `second`
     return hw.matmul(arrived, w2)
 
 

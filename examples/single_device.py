@@ -1,6 +1,6 @@
 """Loops on one device: each iteration computes one slice, and iterations use the streams round-robin.
 
-`allreduce_rows` runs on eight devices. In each iteration, a kernel of each rank adds up its rows, and the sums are all-reduced.
+`allreduce_rows` runs on eight devices. In each iteration, a kernel of each rank adds up rows, and the sums of all ranks are all-reduced.
 """
 
 import hostweave as hw

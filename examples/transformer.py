@@ -1,8 +1,8 @@
 """Transformer layers as users write them. Layers with `_tp` in their names are tensor-parallel. Layers with `_sp` are sequence-parallel.
 
-MLP and attention are plain functions. Their last weight is sharded over `tp` by rows, and all other weights by columns. So the result is a
-partial sum. The partial sum is all-reduced if the layer's output is replicated. It is reduce-scattered if the output is sharded along the
-sequence. The backward passes are written with the same ops.
+MLP and attention are plain functions. The last weight of each function is sharded over `tp` by rows, and all other weights by columns. So
+the result is a partial sum. The partial sum is all-reduced if the layer's output is replicated. The partial sum is reduce-scattered if the
+output is sharded along the sequence. The backward passes are written with the same ops.
 """
 
 from math import pi, sqrt

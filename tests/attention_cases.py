@@ -96,7 +96,7 @@ def by_torch(
 
 
 def refusal_of_gradients(inputs: str, outputs: str, gradients: str) -> str:
-    """The error of a program with an attention_backward of these operands."""
+    """The error of a program with an attention_backward whose operands are `gradients`."""
     text = f"host @f({inputs}) -> ({outputs}) mesh(x=1) {{\n  attention_backward {gradients}\n}}\n"
     with pytest.raises(ProgramError) as error:
         verify_host(HostProgram.parse(text))

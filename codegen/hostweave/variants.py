@@ -17,7 +17,7 @@ Constants = tuple[tuple[str, int], ...]
 
 
 class Runner(Protocol):
-    """Runs a program and owns its resources."""
+    """Runs a program and owns the resources of the program."""
 
     compiled: Compiled
 
@@ -29,7 +29,7 @@ R = TypeVar("R", bound=Runner)
 
 class Variants(Generic[R]):
     """The variants of one program. A variant is compiled when a call first needs it. Iteration yields all variants that are kept. Only
-    information that all ranks share selects a variant, so all ranks select the same one."""
+    information that all ranks share selects a variant, so all ranks select the same variant."""
 
     def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
         """`running` creates the object that runs a variant."""
@@ -70,11 +70,11 @@ class Variants(Generic[R]):
             return self._made[names]
 
     def at_sizes(self, sizes: Mapping[str, int], owner: object) -> R | None:
-        """The program with constants in place of the sizes that `undivided` finds. None if it finds no sizes, or if
+        """The program with constants in place of the sizes that `undivided` finds. None if `undivided` finds no sizes, or if
         `Compiled.at_sizes` returns None.
 
-        `owner` is a group, or the runner of `Program.run`. Each owner keeps `MOST_PER_GROUP` recent variants. All ranks of a group make
-        the same calls, so they keep the same variants. A dropped variant is freed when no call or captured call uses it.
+        `owner` is a group, or the runner of `Program.run`. Each owner keeps `MOST_PER_GROUP` recent variants. All ranks of a group make the
+        same calls, so all ranks keep the same variants. A dropped variant is freed when no call or captured call uses it.
         """
         divided = are_divided(self._compiled.host, sizes)
         constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())

@@ -13,7 +13,7 @@ mesh = hw.Mesh(tp=TP)
 
 @hw.fusion(mesh=mesh, x=hw.f32["M", "D"], up=hw.f32["D", "H@tp"])
 def hidden(x, up):
-    return hw.relu(hw.matmul(x, up))  # each rank has its columns; the relu is the epilogue of the product
+    return hw.relu(hw.matmul(x, up))  # each rank computes a shard of the columns; the relu is the epilogue of the product
 
 
 @hw.fusion(mesh=mesh, h=hw.f32["M", "H@tp"], down=hw.f32["H@tp", "D"])

@@ -19,7 +19,7 @@ COMPILE = [sys.executable, "-m", "hostweave", "compile", "seeds:ag_matmul_p2p"]
 
 
 def on_terminal(command: list[str], cache: Path) -> tuple[str, str]:
-    """Runs a command with a terminal as stderr. Returns its output on stdout and on the terminal."""
+    """Runs a command with a terminal as stderr. Returns the command's output on stdout and on the terminal."""
     terminal, stderr = pty.openpty()
     environment = {**os.environ, "HOSTWEAVE_CACHE": str(cache), "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True) as run:

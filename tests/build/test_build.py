@@ -78,7 +78,7 @@ def test_runtime_libraries_and_program_are_built_in_parallel(empty_cache: Path, 
 
 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if another file replaces the library while a module is loaded, the module uses the checked library. Loading the other file is
+    """Even if another file replaces the library while a module is loaded, the module uses the checked library. Loading the replacement is
     an error."""
     here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
@@ -157,7 +157,7 @@ def test_the_key_depends_on_the_compiler_and_on_the_generated_code(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = hw.compile(doubled).folder
-    # These options do not change the generated files.
+    # `streams` and `sizes` do not change the generated files.
     assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder
     compiler = tmp_path / "my-c++"
     compiler.write_text(f'#!/bin/sh\nexec "{toolchain.find_compiler()}" "$@"\n')

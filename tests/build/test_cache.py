@@ -145,7 +145,7 @@ def test_an_edited_op_runs_in_its_new_form(tmp_path: Path) -> None:
 
 def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """File systems have timestamps with a resolution of some milliseconds. So an edited file may have the timestamp of the import. Each
-    stamp of such a file is different, so no cached program is reused."""
+    stamp of this edited file is different, so no cached program is reused."""
     begun = time.clock_gettime_ns(base._CLOCK_OF_FILES)
     (tmp_path / "file").write_text("edited")
     written = (tmp_path / "file").stat().st_ctime_ns
@@ -223,7 +223,7 @@ def test_a_damaged_entry_is_made_again(name: str, harm: str, tmp_path: Path) -> 
 
 
 def others(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Changes the owner of a file or folder to another user. Simulates this if the process is not root. Returns the id of the owner."""
+    """Changes the owner of a file or folder to another user, or simulates the change if the process is not root. Returns the owner's id."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1, follow_symlinks=False)
         return 12345
@@ -359,11 +359,11 @@ def test_the_least_recently_used_entry_is_evicted_first(monkeypatch: pytest.Monk
         cache.get_or_make(name, make_text("x" * 100))
     with pytest.raises(BuildError):
         cache.get_or_make("e", lambda folder: (_ for _ in ()).throw(BuildError("fails")))
-    (cache.root() / ".f.0123").mkdir()  # A killed build leaves such a folder.
+    (cache.root() / ".f.0123").mkdir()  # A killed build leaves a folder with such a name.
     (cache.root() / ".f.0123" / "SHA256SUMS").touch()
     for name, ago in {**hours, ".f.0123": 6, "failed/e": 6}.items():
         os.utime(cache.root() / name / "SHA256SUMS", (time.time() - ago * 3600,) * 2)
-    cache.lookup("a")  # This call marks the entry as used.
+    cache.lookup("a")  # This call marks entry a as used.
 
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0.2kB")
     cache.evict()
@@ -398,7 +398,7 @@ def test_a_folder_above_that_others_may_write_to(tmp_path: Path) -> None:
             match=rf"can be replaced by other users, .*: {tmp_path} belongs to uid \d+ with mode 777; change the mode to 755, or set HOSTWEAVE_CACHE",
         ):
             use()
-    tmp_path.chmod(0o1777)  # This makes the folder sticky.
+    tmp_path.chmod(0o1777)  # This mode makes the folder sticky.
     assert cache.lookup("a")
     tmp_path.chmod(0o700)
 

@@ -1,4 +1,4 @@
-"""Compilers as child processes. They may hang or start servers, and must end when their parent process ends."""
+"""Compilers as child processes. A compiler may hang or start a server, and must end when its parent process ends."""
 
 import os
 import re

@@ -64,7 +64,7 @@ def test_races(case: str) -> None:
 
 
 def test_calls_share_the_memory_of_a_block() -> None:
-    """The memory of a block is free after the call. If the block does not join a stream, the next call may overwrite data that this stream
+    """The memory of a block is free after the call. If the block does not join a stream, the next call may overwrite data that the stream
     still reads."""
     layer = """\
 function @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {

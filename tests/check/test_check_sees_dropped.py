@@ -1,4 +1,4 @@
-"""The static check detects each dropped synchronisation of some programs, and its cost is bounded."""
+"""The static check detects each dropped synchronisation of some programs. The cost of the check is bounded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SYNCHRONISATION = [
 
 @pytest.mark.parametrize(("name", "index"), SYNCHRONISATION)
 def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
-    """On 4 ranks, these programs have no redundant fork, join, record or wait."""
+    """On 4 ranks, the programs of SYNCHRONISATION have no redundant fork, join, record or wait."""
     host = program(name)
     dropped = list(tree.walk(host.body))[index]
     mutant = replace(host, body=tree.rewrite(host.body, lambda i: () if i.location == dropped.location and i == dropped else None))
@@ -43,8 +43,8 @@ def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
 
 
 def test_speed() -> None:
-    """Compilations for up to 16 ranks run this check by default. The fastest of 5 checks of a small program for 8 ranks takes
-    less than 0.1 s of CPU time."""
+    """Compilations for up to 16 ranks run the static check by default. The fastest of 5 checks of a small program for 8 ranks takes less
+    than 0.1 s of CPU time."""
     host = program("ag_matmul_p2p", 8)
     seconds = []
     for _ in range(5):

@@ -132,7 +132,7 @@ def test_sizes_leave_room() -> None:
 
 
 def test_sizes_where_a_sum_must_divide() -> None:
-    """The chunk needs an even M + 1. So the check uses only odd sizes M, and these are uneven on 2 ranks."""
+    """The chunk needs an even M + 1. So the check uses only odd sizes M, and odd sizes are uneven on 2 ranks."""
     text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = chunk %y[0: 1 of 2]\n}\n"
     program = host_text.parse(text)
     assert minimal_sizes(program) == {"M": 3}
@@ -184,7 +184,7 @@ SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(
 
 
 def test_sums_of_several_sizes_that_must_divide() -> None:
-    """M - 1 and N - 2 must be multiples of 4. The constraint on one sum does not affect the other."""
+    """M - 1 and N - 2 must be multiples of 4. The constraint on one sum does not affect the other sum."""
     sizes = minimal_sizes(host_text.parse(SUMS))
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 

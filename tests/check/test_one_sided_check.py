@@ -203,7 +203,7 @@ def test_permutes_in_any_direction(ranks: int, transport: str) -> None:
 
 
 def test_a_permute_that_begins_before_the_readers_of_the_last_one_are_done() -> None:
-    """Each rank signals one neighbour twice before it waits. In a CUDA graph, all ranks wait for each other."""
+    """Each rank waits only after it has signalled one neighbour twice. In a CUDA graph, all ranks wait for each other."""
     lines = str(lower(permutes(3, 1, -1), Options(transport="one_sided"))).splitlines()
     wait = next(number for number, line in enumerate(lines) if "wait_signal" in line and "is read on" in line)
     begin = [number for number, line in enumerate(lines) if " signal " in line and "is ready on" in line][1]

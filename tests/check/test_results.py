@@ -73,7 +73,7 @@ def test_names_the_element_in_the_global_output() -> None:
 
 @pytest.mark.parametrize("is_selected", [lambda zero: zero - math.inf < math.inf, lambda zero: zero / zero != zero / zero])
 def test_comparisons_of_infinities_and_nans(is_selected: Callable[[hw.Tensor], hw.Tensor]) -> None:
-    """These comparisons are true in IEEE arithmetic. A program that computes the other result is wrong."""
+    """Both comparisons are true in IEEE arithmetic. A program that computes false is wrong."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"], zero=hw.f32["M@x", "N"])
     def selected(x: hw.Tensor, zero: hw.Tensor) -> hw.Tensor:

@@ -97,7 +97,7 @@ class Machine:
     def can_go_on(self, operation: Operation) -> bool:
         if operation not in self.started:
             return all(waited in self.ended for waited in operation.waits)
-        # Sends are buffered, so they do not wait for their peers.
+        # Sends are buffered, so a send does not wait for its peer.
         receives = (part for part in operation.communications if not isinstance(part.instruction, ir.Send))
         return all(other in self.world.posted for part in receives for other in self.met[part].parts)
 

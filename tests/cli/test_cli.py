@@ -234,8 +234,8 @@ def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Pa
 
 
 def test_a_file_is_run_as_python_runs_it(capsys: Captured, tmp_path: Path) -> None:
-    """A file can import other files of its folder, and can define dataclasses with any annotations. Afterwards, sys.path is the same as
-    before, and sys.modules does not contain the file. This holds even after an error."""
+    """A file can import other files of its folder, and can define dataclasses with any annotations. Afterwards, even after an error,
+    sys.path is the same as before, and sys.modules does not contain the file."""
     (tmp_path / "sizes_of_one.py").write_text("from dataclasses import dataclass\n\n\n@dataclass\nclass Sizes:\n    n: int = 8\n")
     text = "import hostweave as hw\nfrom sizes_of_one import *\n\n\n@dataclass\nclass More(Sizes):\n    m: object = int\n\n\n"
     text += "one = hw.fusion(x=hw.f32[More().n])(lambda x: -x)\n"
@@ -387,7 +387,8 @@ def test_help_and_mistakes_of_commands(capsys: Captured) -> None:
 
 
 def test_shells_complete_commands_and_options(capsys: Captured) -> None:
-    """The test executes the script for bash. Other shells may not be installed, so the test only finds a line in each of their scripts."""
+    """The test executes the script for bash. zsh and fish may not be installed, so the test only finds a line in the script for each of
+    these shells."""
     completed = "COMP_WORDS=({}); COMP_CWORD={}; _hostweave; echo ${{COMPREPLY[@]}}"
     lines = [completed.format("hostweave ti", 1), completed.format("hostweave demo --ra", 2), completed.format("hostweave cache c", 2)]
     script = output_of(capsys, "completion", "bash") + "\n".join(lines)

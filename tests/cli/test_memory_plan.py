@@ -71,8 +71,7 @@ FOREVER = 10**9
 
 @dataclass
 class Buffer:
-    """A buffer and its live ranges. Each range has its first event, its end, and the event after which other streams may reuse the
-    bytes."""
+    """A buffer and its live ranges. Each range has a first event, an end, and the event after which other streams may reuse the bytes."""
 
     bytes: int
     owner: tuple[str, int] | None = None  # stream that owns the buffer

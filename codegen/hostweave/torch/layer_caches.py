@@ -1,7 +1,7 @@
 """The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
-While a layer is traced, `cache.layers` is replaced by a `_Layers`, which records uses of other cache layers. `layer_idx` is replaced by
-an `Index`, which records its own uses. Equal layers may differ in their indices.
+While a layer is traced, `cache.layers` is replaced by a `_Layers`, which records uses of other cache layers. `layer_idx` is replaced by an
+`Index`, which records uses of the index. Equal layers may have different indices.
 """
 
 import operator
@@ -21,7 +21,7 @@ INDEX = "layer_idx"  # attribute of modules of transformers: index of the layer 
 
 
 class Index:
-    """An int that records its uses."""
+    """Stands for an int, and records uses of the int."""
 
     __class__: type = int
 
@@ -33,8 +33,8 @@ class Index:
         return self.value
 
     def equals(self, other: int) -> bool:
-        """True if all recorded comparisons have the same result with `other`. After any other recorded use, `other` must be the same
-        int."""
+        """True if all recorded comparisons have the same result with `other`. If a use that is no comparison was recorded, `other` must be
+        the same int."""
         if self.is_read:
             return self.value == other
         return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)
@@ -66,7 +66,7 @@ def is_cache(value: Any) -> bool:
 
 
 class _Layers:
-    """The layers of a cache. `others` becomes True if a layer other than layer `own` may have been used."""
+    """The layers of a cache. `others` becomes True if any layer except layer `own` may have been used."""
 
     def __init__(self, layers: list[Any], own: int | None):
         self._layers, self._own, self.others = layers, own, False
@@ -93,7 +93,7 @@ class LayerState(NamedTuple):
     leaves: list[Any]
     spec: Any
     sources: list[int]  # for each tensor in `leaves`, index in [*tensors before the call, *results]
-    written: dict[int, int]  # index of a tensor before the call -> index of its new contents in the results
+    written: dict[int, int]  # index of a tensor before the call -> index of the tensor's new contents in the results
 
 
 class Part:
@@ -153,7 +153,7 @@ class Part:
         return LayerState(leaves, spec, sources, dict(zip(written, count(len(made) - len(written)), strict=False))), why
 
     def put(self, state: LayerState, made: Sequence[torch.Tensor]) -> None:
-        """Changes the cache to the state after a call. Writes new contents in place."""
+        """Changes the cache to the state after a call. Writes new contents of tensors in place."""
         for number, result in state.written.items():
             self.tensors[number].copy_(made[result])
         known = [*self.tensors, *made]
@@ -167,7 +167,7 @@ def flat(values: Any) -> tuple[list[Any], Any]:
 
 
 def with_tensors(leaves: Sequence[Any], spec: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Inverse of `flat`, with other tensors."""
+    """Inverse of `flat`. `tensors` replaces the tensors in `leaves`."""
     given = iter(tensors)
     return pytree.tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
@@ -177,7 +177,7 @@ def tensors_in(leaves: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def described(leaves: Sequence[Any]) -> list[object] | None:
-    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a plain value. None if a leaf is another object."""
+    """Keys of the leaves: (shape, strides, dtype, device) of a tensor, (type, value) of a plain value. None if a leaf is neither."""
     found: list[object] = [_described(leaf) for leaf in leaves]
     return None if None in found else found
 

@@ -23,8 +23,8 @@ from hostweave.torch.nodes import is_size, op_of, size_of
 
 @dataclass(eq=False)
 class Layer:
-    """A repeated module with consecutive nodes. These nodes read `arguments`, which are other nodes. Other nodes read `results`, or the
-    graph returns `results`."""
+    """A repeated module with consecutive nodes. The nodes read `arguments`, which are nodes outside of the module. Nodes outside read
+    `results`, or the graph returns `results`."""
 
     path: str
     name: str
@@ -47,7 +47,7 @@ class Layer:
 
 
 def repeated_layers(graph: Graph) -> list[Layer]:
-    """Modules of lists, such as `layers.0`, that have consecutive nodes and the same `_signature` as another such module."""
+    """Modules of lists, such as `layers.0`, that have consecutive nodes, and share a `_signature` with another of these modules."""
     paths = paths_of_layers(graph.nodes, derived_apart=bool(graph.update))
     graph.nodes = _together(graph.nodes, paths)
     grouped: dict[Path, list[Node]] = {}
@@ -58,7 +58,7 @@ def repeated_layers(graph: Graph) -> list[Layer]:
     layers, firsts = [], dict[object, Layer]()
     for path, nodes in grouped.items():
         if position[nodes[-1]] - position[nodes[0]] != len(nodes) - 1:
-            continue  # other nodes are between these nodes
+            continue  # nodes of other modules are between the nodes
         layer = _layer(graph, path, nodes)
         layer.like = firsts.setdefault(_signature(graph, layer), layer)
         layers.append(layer)
@@ -81,7 +81,7 @@ def alike(layers: list[Layer]) -> list[Layer]:
 
 
 class Path(NamedTuple):
-    """Path and class of a module of a list. In a whole training step, its derivative has a separate Path."""
+    """Path and class of a module of a list. In a whole training step, the derivative of a module has a separate Path."""
 
     path: str
     kind: str
@@ -128,7 +128,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
-    """Sorts nodes so that groups are consecutive. Splits a group if a node outside depends on the group, and the group on that node."""
+    """Sorts nodes so that groups are consecutive. Splits a group if the group depends on a node outside, and this node on the group."""
     groups = dict(groups)
     while True:
         members: dict[Any, list[Node]] = {}

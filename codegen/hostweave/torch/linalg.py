@@ -40,8 +40,8 @@ def _first(failed: list[Any]) -> Any:
 
 
 def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
-    """Solves a x = b. Up to `_ROWS` rows are substituted one by one. As in torch, an infinity or NaN in a row of b then reaches only rows
-    that depend on this row. Larger matrices are inverted, because substitution needs a kernel per row."""
+    """Solves a x = b. Up to `_ROWS` rows are substituted one by one. An infinity or NaN in a row of b then reaches only rows that depend on
+    this row, as in torch. Larger matrices are inverted, because substitution needs a kernel per row."""
     n = a.shape[-1]
     if n > _ROWS:
         return torch.matmul(_inverse(a.mT, unit).mT if upper else _inverse(a, unit), b)
@@ -106,7 +106,7 @@ def cholesky_inverse(a: Any, upper: bool = False) -> Any:
 
 
 def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
-    """LU factorisation: L and U in one matrix, the pivot row of each step (from 1), the source of each row, and which steps fail."""
+    """LU factorisation: L and U in one matrix, the pivot row of each step (from 1), the source of each row, and whether each step fails."""
     rows, n = _rows(a), min(a.shape[-2:])
     order = rows.expand(*a.shape[:-1], 1)
     taken, failed = [], []
@@ -132,7 +132,7 @@ def lu_factor_ex(a: Any, *, pivot: bool = True) -> Any:
 
 
 def _order_of(pivots: Any, rows: Any, undone: bool = False) -> Any:
-    """Source of each row after all row exchanges, or after these exchanges are undone. `pivots` has the pivot row of each step."""
+    """Source of each row after all row exchanges, or after all exchanges are undone. `pivots` has the pivot row of each step."""
     order = rows.expand(*pivots.shape[:-1], *rows.shape)
     for k in reversed(range(pivots.shape[-1])) if undone else range(pivots.shape[-1]):
         chosen = pivots[..., k : k + 1].unsqueeze(-1).to(torch.int64) - 1
@@ -231,7 +231,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: det,
     aten._linalg_slogdet.default: slogdet,
 }
-# Ops that torch's own rules differentiate. These rules give Cholesky ops symmetric gradients.
+# Ops that rules of torch differentiate. The rules of torch give Cholesky ops symmetric gradients.
 DERIVED = {
     aten.linalg_cholesky_ex.default,
     aten.cholesky_solve.default,

@@ -20,12 +20,12 @@ class LossScale:
 
     def __init__(self, scaler: GradScaler, device: torch.device):
         self._scaler, self._device = scaler, device
-        self._flag = nn.Parameter(torch.zeros((), device=device))  # its gradient is inf if a gradient of the step is not finite
+        self._flag = nn.Parameter(torch.zeros((), device=device))  # the gradient of the flag is inf if a gradient of the step is not finite
         self._of_flag = torch.optim.SGD([self._flag])
 
     @classmethod
     def of(cls, scaler: GradScaler | None, device: torch.device) -> LossScale | None:
-        """Wraps a GradScaler. Returns None without one, or if it is disabled."""
+        """Wraps a GradScaler. Returns None without a GradScaler, or if the GradScaler is disabled."""
         if not isinstance(scaler, GradScaler | None):
             raise ProgramError(f"scaler: {scaler!r} is not a torch.amp.GradScaler; pass one, or omit scaler=")
         return cls(scaler, device) if scaler is not None and scaler.is_enabled() else None

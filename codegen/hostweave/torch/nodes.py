@@ -60,7 +60,7 @@ def size_of(size: int | torch.SymInt) -> int | str:
 
 
 def modules_of(node: Node) -> list[str]:
-    """Paths of the modules of a node, or of its forward node, outermost first."""
+    """Paths of the modules of a node, or of the forward node of a derivative, outermost first."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [path for path, _ in stack.values() if path]
 
@@ -72,7 +72,7 @@ OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
 
 
 def location(node: Node) -> Location | None:
-    """The user's line that created a node. Without such a line, the last line of the stack."""
+    """The user's line that created a node. Without a user's line, the last line of the stack."""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not frame[0].startswith((*OF_TORCH, "<"))] or frames
     if not own:

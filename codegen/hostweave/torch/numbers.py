@@ -1,5 +1,5 @@
-"""Numbers that are unknown at compile time: elements that `item` reads, and numbers computed from sizes. They become tensors without
-dims."""
+"""Numbers that are unknown at compile time: elements that `item` reads, and numbers computed from sizes. Unknown numbers become tensors
+without dims."""
 
 import math
 from collections.abc import Callable, Iterator

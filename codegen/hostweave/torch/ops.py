@@ -1,5 +1,6 @@
 """Ops of Hostweave in traced graphs. Many replace ATen ops in training: ATen's derivatives select kernels for one device, and flatten
-leading dims, which then cannot be sharded. Most of these ops have no kernels: AOTAutograd traces them, and Hostweave compiles them."""
+leading dims, which then cannot be sharded. Most ops of Hostweave have no kernels: AOTAutograd traces the ops, and Hostweave compiles
+them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ def _op(
 
 
 def keep(ctx: Any, values: Sequence[Any]) -> None:
-    """Saves values for a derivative. `kept` returns these values."""
+    """Saves values for a derivative. `kept` returns the saved values."""
     ctx.save_for_backward(*(value for value in values if isinstance(value, torch.Tensor)))
     ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in values]
 
@@ -134,7 +135,7 @@ _op(
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention that stores its scores. Supports dropout and any mask."""
+    """Attention that stores the scores. Supports dropout and any mask."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -199,7 +200,7 @@ class _Called:
 
 
 def call_recorded(given: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """Calls the torch.autograd.Function with this number."""
+    """Calls the torch.autograd.Function `_CALLED[number]`."""
     return _CALLED[number].apply(given)
 
 
@@ -224,7 +225,7 @@ def _is_same_call(one: _Called, other: _Called) -> bool:
 
 
 class Silu(torch.autograd.Function):
-    """torch's silu. Its derivative uses the number 1 in place of ATen's tensor of ones."""
+    """torch's silu, but the derivative uses the number 1 in place of ATen's tensor of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

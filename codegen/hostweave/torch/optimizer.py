@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.torch.update_step import GRADIENT, PARAMETER, Recorder, Replay, UpdateStep, lazy_numbers
 
-_OFF = ("foreach", "fused")  # switched off: these options select faster implementations of the same step
+_OFF = ("foreach", "fused")  # options that are switched off: they only select faster implementations of a step
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that may change between steps
 
 
@@ -27,7 +27,7 @@ class Shadow:
         self.state: dict[str, Any] = {}
 
     def step(self, options: Mapping[str, Any] | None = None) -> UpdateStep:
-        """Records a step and updates the state. `options` replaces those of the group."""
+        """Records a step and updates the state. `options` replaces the options of the group."""
         recorder = Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors}, type(self._optimizer))
         name = type(self._optimizer).__name__
         try:
@@ -69,7 +69,7 @@ _REMEDY = "omit optimizer=, and call backward() and step()"
 
 
 def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, state: Mapping[str, Any]) -> Any:
-    """Copy of the optimizer with only this parameter, and without hooks."""
+    """Copy of the optimizer with only `parameter`, and without hooks."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)  # copy() would copy only the pickled attributes
     shadow.param_groups = [{**group, "params": [parameter], **{key: False for key in _OFF if key in group}}]
@@ -79,7 +79,7 @@ def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter
 
 
 def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, keys: Sequence[str]) -> bool:
-    """True if two steps with random gradients have the same results from an empty state as from zeros in these entries."""
+    """True if two steps with random gradients have the same results from an empty state as from zeros in the entries `keys`."""
     start, *gradients = torch.randn((3, *range(2, 2 + dims)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ends = []
     for zeros in (False, True):
@@ -89,7 +89,7 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
             parameter.grad = gradient.clone()
             try:
                 type(optimizer).step(made)
-            except Exception:  # for example, the optimizer reads an entry that this state lacks
+            except Exception:  # for example, the optimizer reads an entry that the empty state lacks
                 return False
         ends.append([parameter.detach(), *(made.state[parameter][key] for key in keys)])
     return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(*ends, strict=True))

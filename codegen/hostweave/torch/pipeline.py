@@ -31,7 +31,7 @@ class Pipeline:
     In a group, only ranks of the last stage receive the loss. A rank computes gradients only for parameters of its stages, and may pass
     None for arguments that its stages do not read. Without a group, all ranks are in this process, and arguments are whole tensors.
 
-    With `optimizer`, a call changes no `.grad`, but updates parameters and `optimizer.state` in place. Each rank updates the parameters of
+    With `optimizer`, a call changes no `.grad`, but updates parameters and `optimizer.state` in place. Each rank updates only parameters of
     its stages. With `clip_grad_norm`, `grad_norm` is the gradient norm of the last call, over all stages and before clipping.
     """
 
@@ -45,7 +45,7 @@ class Pipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Computes the loss and the gradients, or runs a training step. Returns None on ranks outside of the last stage.
 
-        Raises ArgumentError for arguments that do not fit, and if a module has changed since it was compiled.
+        Raises ArgumentError if arguments do not fit, or if a module has changed since compilation.
         """
         self._expect_unchanged()
         group = current_group()
@@ -80,7 +80,8 @@ class Pipeline:
         return loss  # type: ignore[no-any-return]
 
     def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
-        """Inputs of the optimizer steps, and for each stage of this rank the host state after its step. Inputs of other stages are None."""
+        """Inputs of the optimizer steps, and for each stage of this rank the host state after its step. Inputs of stages of other ranks are
+        None."""
         given: dict[str, Any] = {}
         hosts: dict[int, list[dict[str, Any]]] = {}
         for number, updates in self._inputs.updates.items():

@@ -45,7 +45,7 @@ class PipelineInputs:
         return list(dict.fromkeys(stage.mesh for stage in self.stages))
 
     def _enter(self, key: Any, name: str, type: TensorType) -> str:
-        """Name of the input for the value with this key. Adds the input if the key is new."""
+        """Name of the input for the value `key`. Adds the input if the key is new."""
         if key not in self.name_of:
             self.name_of[key] = unique_name(name, self.types)
             self.types[self.name_of[key]] = type
@@ -97,7 +97,7 @@ class _Recording:
         self.pipeline, self.named, self.stages = pipeline, named, pipeline.stages
         self.inputs = {key: named[name] for key, name in pipeline.name_of.items()}
         self.results_of: dict[tuple[int, int], dict[Node, hw.Tensor]] = {}  # (stage, micro-batch) -> results and saved values
-        self.moved: dict[Any, hw.Tensor] = {}  # results of stages, on the meshes of their readers
+        self.moved: dict[Any, hw.Tensor] = {}  # results of stages, moved to the meshes of the stages that read them
         self.tangents: dict[Any, hw.Tensor] = {}  # gradients of results of stages
         self.kept: dict[tuple[int, int], dict[str, hw.Tensor]] = {}  # values that the first half of a backward pass saves
         self.gradients: dict[tuple[int, str], hw.Tensor] = {}
@@ -137,7 +137,7 @@ class _Recording:
         return made
 
     def _as_parameter(self, number: int, path: str, gradient: hw.Tensor) -> hw.Tensor:
-        """Shards the gradient of a DTensor like the DTensor. Replicates all other gradients."""
+        """Shards the gradient of a DTensor like the DTensor. Replicates the gradient of a plain tensor."""
         stage = self.stages[number]
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
@@ -169,8 +169,8 @@ class _Recording:
             self.losses.append(self.results_of[stage.number, one][loss])
 
     def _backward(self, stage: Stage, part: StagePart, returned: list[Any], one: int) -> None:
-        """Calls a function of the backward pass. `returned` has, for each result, the index of the source whose gradient it is, or the name
-        of a saved value."""
+        """Calls a function of the backward pass. For each result, `returned` has the index of a source if the result is its gradient, or
+        the name of a saved value."""
         results, kept = self.results_of[stage.number, one], self.kept.setdefault((stage.number, one), {})
         saved = {node.name: results[node] for node in stage.joint.saved if node in results}
         differentiable = [node for node, has in zip(stage.joint.results, stage.joint.differentiable, strict=True) if has]
@@ -209,7 +209,7 @@ class _Recording:
 
 
 def _moved(value: hw.Tensor, type: TensorType, mesh: Mesh) -> hw.Tensor:
-    """Moves a value to a mesh with the sharding of `type`, unless the value is on this mesh."""
+    """Moves a value to a mesh with the sharding of `type`, unless the value is already on this mesh."""
     if value.type.mesh == mesh:
         return value
     return hw.reshard(value, *(f"{dim.size}@{','.join(dim.axes)}" if dim.axes else dim.size for dim in type.dims), mesh=mesh)

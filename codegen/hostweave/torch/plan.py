@@ -26,7 +26,7 @@ class Layouts:
     parameters: dict[str, AxesOfDims] = field(default_factory=dict)
     inputs: dict[str, AxesOfDims] = field(default_factory=dict)
     outputs: dict[str, AxesOfDims] = field(default_factory=dict)
-    data: set[str] = field(default_factory=set)  # axes except tp that shard batches; parameters sharded over them are gathered before use
+    data: set[str] = field(default_factory=set)  # axes except tp that shard batches; parameters on these axes are gathered before use
     rows: int = 0  # with fully_shard: number of rows of all ranks
     axes_of_rows: tuple[str, ...] = ()
 

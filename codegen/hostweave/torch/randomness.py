@@ -29,8 +29,8 @@ def new_seeds(name: str, count: int, group: Group | None) -> torch.Tensor:
     """Draws seeds for a call, as a u32 tensor on the CPU, equal on all ranks that can exchange messages. Collective. Raises ArgumentError
     if ranks that are processes draw different seeds.
 
-    The seeds come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share it, so rank 0
-    draws for all ranks.
+    The seeds come from torch's CPU generator, so that torch.manual_seed makes them reproducible. Ranks that are threads share the
+    generator, so rank 0 draws for all ranks.
     """
     draws = group is None or not group.in_process or group.rank == 0
     own: list[int] = torch.randint(2**31, (count,)).tolist() if draws else []
@@ -54,7 +54,7 @@ def _gathered(name: str, seeds: list[int], group: Group) -> list[str]:
 
 
 def with_seeds(graph: Graph) -> Node | None:
-    """Gives each op that draws random numbers a seed. Returns the argument with the seeds, or None without such ops."""
+    """Gives each op that draws random numbers a seed. Returns the argument with the seeds, or None if no op draws random numbers."""
     drawn = [node for node in graph.nodes if _draws(node)]
     if not drawn:
         return None
@@ -120,7 +120,7 @@ def _arguments(node: Node, seed: Node) -> tuple[Any, ...]:
 
 
 def _take_result(graph: Graph, node: Node) -> None:
-    """Makes a node return only its result, without the mask."""
+    """Makes a dropout node return only the result, without the mask."""
     for user in list(node.users):
         if user.target is operator.getitem and user.args[1] == 0:
             user.replace_all_uses_with(node)

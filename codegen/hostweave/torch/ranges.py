@@ -1,4 +1,4 @@
-"""Programs for ranges of dynamic sizes. A sequential program runs calls while such programs are compiled in the background."""
+"""Programs for ranges of dynamic sizes. A sequential program runs calls while the programs for ranges are compiled in the background."""
 
 import threading
 import warnings
@@ -24,7 +24,8 @@ P = TypeVar("P", bound=Computes)
 
 class Ranges(Generic[P]):
     """Parts of a module for ranges of sizes, each from a power of four to the next. The first call in a range starts the compilation of a
-    part for its sizes. Calls use the part if it overlaps communication, in a group once all ranks have compiled it."""
+    part for the sizes of the call. Calls use the part if it overlaps communication. Calls of a group use the part only after all ranks have
+    compiled it."""
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
         """`compile` compiles a part for the sizes of a call, in a separate thread."""
@@ -37,7 +38,7 @@ class Ranges(Generic[P]):
         self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, or -1 once all ranks have compiled
 
     def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
-        """Part for these arguments, or None for the sequential program. Collective."""
+        """Part for the arguments `arrays`, or None for the sequential program. Collective."""
         is_one = group is None or group.count == 1
         sizes = {
             size: max(arrays[name].shape[dim], 1)  # the cost model needs at least one element

@@ -1,4 +1,4 @@
-"""A graph between two graph breaks, as a module on global tensors, and its programs."""
+"""A graph between two graph breaks, as a module on global tensors, and the programs of the graph."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph with these values: the root of the largest device mesh. Without device meshes, the plan's mesh, or one rank."""
+        """Mesh for a graph that reads `values`: the root of the largest device mesh among them. Without device meshes, the plan's mesh, or
+        one rank."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:
@@ -64,7 +65,7 @@ class RegionPlan:
 
 
 class Region:
-    """A graph of Dynamo and its programs."""
+    """A graph of Dynamo, and the programs compiled from it."""
 
     def __init__(self, plan: RegionPlan, graph: GraphModule, held: Mapping[str, tuple[str, Any]], part: ModelPart):
         self._plan, self._graph, self._part = plan, graph, part
@@ -91,7 +92,7 @@ class Region:
         self._program([self._held[node.name][1] if node.name in self._held else None for node in self._places], _Examples(self))
 
     def __call__(self, *given: Any) -> Any:
-        """Runs the program for these arguments. Results that are DTensors in the graph are DTensors."""
+        """Runs the program for the arguments `given`. Results that are DTensors in the graph are DTensors."""
         program = self._program(given, _Examples(self, given))
         taken = {name: given[self._places.index(node)] for name, node in self._taken.items()}
         made = iter(program(**{name: one.to_local() if isinstance(one, DTensor) else one for name, one in taken.items()}))
@@ -129,7 +130,7 @@ class Region:
         return int(given[number])
 
     def _program(self, given: Sequence[Any], examples: _Examples) -> CompiledModule:
-        """Program for these parameters, buffers, numbers, fixed shapes and grad mode. The key has the parameters, because Dynamo
+        """Program for the parameters, buffers, numbers, fixed shapes and grad mode of a call. The key has the parameters, because Dynamo
         uses one graph for several modules of a class."""
         key = (*(id(one) for node, one in zip(self._places, given, strict=True) if node.name in self._held), *examples.fixed)
         with self._lock:
@@ -192,7 +193,7 @@ class Region:
 
 
 class _Module(nn.Module):
-    """The module that torch.export runs for a region: it has the parameters and buffers, and takes global tensors."""
+    """The module that torch.export runs for a region. The module has the parameters and buffers, and takes global tensors."""
 
     def __init__(self, region: Region, numbers: Mapping[str, int]):
         super().__init__()

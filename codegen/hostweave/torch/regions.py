@@ -1,8 +1,8 @@
 """Models compiled in regions, by `torch.compile(model, backend="hostweave")` or `hostweave.torch.compile(..., fullgraph=False)`.
 
 Dynamo passes each graph between two graph breaks to `Backend`. The graph becomes a module on global tensors, which is compiled like other
-modules. Its shardings are the placements of DTensors, and those that a plan states for plain tensors. Unsupported ops split a graph
-further, and run eagerly between the programs.
+modules. The shardings of the module are the placements of DTensors, and the shardings that a plan states for plain tensors. Unsupported ops
+split a graph further, and run eagerly between the programs.
 """
 
 import operator
@@ -34,7 +34,7 @@ _HELD = re.compile(r"(.*?)((?:\._modules\['[^']+'\])*)\._(parameters|buffers)\['
 
 
 class Backend:
-    """Backend of torch.compile. Compiles a graph for the mesh of its DTensors, or for `mesh` if there are none."""
+    """Backend of torch.compile. Compiles a graph for the mesh of its DTensors, or for `mesh` if the graph has no DTensors."""
 
     def __init__(self, module: nn.Module | None = None, mesh: Mesh | None = None, layouts: Layouts | None = None, **settings: Any):
         """`layouts` has stated shardings by the names in `module`. `settings` are the target and options of `compile`."""
@@ -72,7 +72,7 @@ class Backend:
         return found
 
     def _computes(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], is_whole: bool) -> Callable[..., Any]:
-        """A callable for a graph: its program, or programs and eager ops."""
+        """A callable for a graph: one program, or programs and eager ops."""
         calls = [node for node in graph.graph.nodes if node.op.startswith("call_") and node.target is not operator.getitem]
         part = ModelPart([node for node in calls if isinstance(value_of(node), torch.Tensor | list | tuple)])
         if not part.nodes:
@@ -142,8 +142,7 @@ class _CalledModule(nn.Module):
 
 
 class ModelInRegions(Delegating):
-    """A model that was compiled with `fullgraph=False`. It is called like the original module, and has its parameters, state dict and
-    mode."""
+    """A model that was compiled with `fullgraph=False`. Has the signature, parameters, state dict and mode of the original module."""
 
     backend: Backend
 
@@ -153,7 +152,7 @@ class ModelInRegions(Delegating):
         vars(self).update(backend=backend, _call=torch.compile(module, backend=backend))  # not a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module: its regions as programs, and the rest eagerly. In a group, raises ArgumentError for a plain tensor if the plan
+        """Runs the regions of the module as programs, and the rest eagerly. In a group, raises ArgumentError for a plain tensor if the plan
         shards inputs."""
         if current_group() is not None and self.backend.plan.layouts.inputs:
             for one in pytree.tree_leaves((args, kwargs)):

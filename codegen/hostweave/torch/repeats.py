@@ -1,9 +1,9 @@
-"""Traces equal layers once. torch.export traces the first layer, and records each later layer as one op. After decomposition, a copy of
-the first layer's nodes replaces each such op.
+"""Traces equal layers once. torch.export traces the first layer, and records each later layer as one op. After decomposition, a copy of the
+first layer's nodes replaces each recorded op.
 
-Two modules of a list are equal if they have the same structure, and equal values of all attributes that the first module reads. Their
-indices in a cache may differ. Both must be called with equal arguments, in the same grad and autocast modes. The values of parameters,
-buffers and tensor arguments may differ.
+Two modules of a list are equal if they have the same structure, and equal values of all attributes that the first module reads. The indices
+of the modules in a cache may differ. Both modules must be called with equal arguments, in the same grad and autocast modes. The values of
+parameters, buffers and tensor arguments may differ.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from hostweave.torch.plan import tensors_of
 from hostweave.torch.replaced import replaced
 from hostweave.torch.state import autocast_dtypes, is_same
 
-_STRUCTURE = ("_parameters", "_buffers", "_modules")  # `_structure` describes these
+_STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` describes
 _ABSENT = object()
 
 
 @dataclass(eq=False)
 class Traced:
-    """A traced layer, or the derivative of one. A copy of its nodes replaces each op `layer` with its `number`."""
+    """A traced layer, or the derivative of a traced layer. A copy of the traced nodes replaces each op `layer` with this `number`."""
 
     path: str
-    arguments: int = 0  # number of operands that are arguments; tensors of a cache follow them
+    arguments: int = 0  # number of operands that are arguments; tensors of a cache follow the arguments
     layer: Traced | None = None  # for a derivative: the layer
     results: list[tuple[Any, ...]] = field(default_factory=list)  # (shape, strides, dtype) of each result
     number: int = field(default_factory=count().__next__)
@@ -71,7 +71,8 @@ for _name, _shapes in (("layer_begins", _alike), ("layer_ends", _alike), ("layer
 
 
 class _Call:
-    """A call of a layer. `key` is equal for calls with equal arguments, modes and caches, and None if these cannot be compared."""
+    """A call of a layer. `key` is equal for calls with equal arguments, modes and caches, and None if arguments or caches cannot be
+    compared."""
 
     def __init__(self, layer: nn.Module, args: Any, kwargs: Any):
         self.leaves, self.spec = flat((args, kwargs))
@@ -149,8 +150,8 @@ class Repeats:
         return forward
 
     def _first(self, path: str, layer: nn.Module, own: Any, structure: object, call: _Call) -> tuple[_First, list[torch.Tensor], str]:
-        """Traces a layer. Returns the layer, its result tensors with those of its cache, and "" or the reason why it cannot represent other
-        layers."""
+        """Traces a layer. Returns the layer, the result tensors with tensors of the cache, and "" or the reason why the trace cannot
+        represent other layers."""
         traced = Traced(path, len(call.arguments))
         self._traced.append(traced)
         begun = list(ops.layer_begins(*call.operands, traced.number))
@@ -192,7 +193,7 @@ class Repeats:
         return ""
 
     def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
-        """Names of the attributes that were read, by path of their module, also for layers that were not traced."""
+        """Names of the attributes that were read, by path of the module. Includes layers that were not traced."""
         found = {path: set(of_module) for path, of_module in reads.items()}
         for path, how in self.how.items():
             first = how.removeprefix("as ")

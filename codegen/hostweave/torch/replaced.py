@@ -1,4 +1,4 @@
-"""Replaces functions of torch and Python in one thread, while this thread traces."""
+"""Replaces functions of torch and Python in one thread, while the thread traces."""
 
 import builtins
 import threading

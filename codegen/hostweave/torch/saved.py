@@ -1,4 +1,4 @@
-"""Values that a forward graph saves for its backward graph, and their names."""
+"""Values that a forward graph saves for its backward graph, and the names of the values."""
 
 import operator
 import re
@@ -15,7 +15,7 @@ from hostweave.torch.nodes import is_view, modules_of, name_of, op_of
 
 
 def take_views_again(made: GraphModule, sources: Set[str]) -> None:
-    """Makes the backward pass recompute views and paddings of the inputs `sources`, because saving these would copy their elements."""
+    """Makes the backward pass recompute views and paddings of the inputs `sources`, because saved views and paddings would be copies."""
     views = {node for node in made.graph.nodes if node.name in sources}
     for node in made.graph.nodes:
         if (_is_view(node) or op_of(node) == "constant_pad_nd.default") and node.all_input_nodes and views.issuperset(node.all_input_nodes):
@@ -28,8 +28,8 @@ def _is_view(node: Any) -> bool:
 
 
 def save_sources(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Saves a tensor in place of its saved views, because saved views are copied. Does so if the views have at least as many elements in
-    total, or if the tensor is saved anyway. Returns False if nothing changes."""
+    """Saves a tensor in place of its saved views, because saved views are copied. The views must have at least as many elements in total as
+    the tensor, or the tensor must be saved anyway. Returns False if nothing changes."""
     made: dict[str, Any] = {node.name: node for node in whole.graph.nodes}
     views: dict[Any, list[list[Any]]] = {}
     for node in (made[node.name] for node in saved):
@@ -92,8 +92,8 @@ def read_rows(made: GraphModule) -> None:
 
 
 def save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
-    """Makes equal layers save the values that most of them save, because torch's minimum cut may choose different ones. Returns False if
-    nothing changes."""
+    """Makes equal layers save the values that most of the layers save, because torch's minimum cut may choose different values for each.
+    Returns False if nothing changes."""
     layers: dict[Path, list[Node]] = {}
     of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
     for node, path in paths_of_layers(of_forward).items():
@@ -128,8 +128,8 @@ def saved_names(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """Sorts saved values. A kind is a name without the layer's number. Kinds with the most values come first, sorted by layer. The others
-    follow, sorted by kind."""
+    """Sorts saved values. A kind is a name without the layer's number. Kinds with the most values come first, sorted by layer. All other
+    kinds follow, sorted by kind."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

@@ -42,11 +42,12 @@ def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[A
 
 
 def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: int) -> list[Action]:
-    """Actions of one part of the mesh, in their order.
+    """Actions of one part of the mesh, in the order of execution.
 
     gpipe runs all forward passes before all backward passes. auto, 1f1b and interleaved are Megatron's interleaved 1F1B
     (https://arxiv.org/abs/2104.04473), which is 1F1B if the part has one stage. In zero_bubble, coordinate c computes gradients of
-    parameters c backward passes later than gradients of inputs. With one stage per part, this is ZB-H1 (https://arxiv.org/abs/2401.10241).
+    parameters c backward passes later than gradients of inputs. With one stage per part, zero_bubble is ZB-H1
+    (https://arxiv.org/abs/2401.10241).
     """
     own = [coordinate + number * parts for number in range(each)]
     if name == "gpipe":

@@ -1,5 +1,5 @@
 """ATen's special functions in terms of other ops: series, asymptotic expansions, and sums that approximate integrals. The rules refuse
-complex numbers. They refuse float64 too, because the sums have only enough terms for float32."""
+complex numbers. The rules also refuse float64, because the sums have only enough terms for float32."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -248,7 +248,7 @@ def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
         is_odd = torch.remainder(n, 2) == 1
         turned = (x < 0) & is_odd
         sign = torch.where(turned, -1.0, 1.0)
-        power = torch.exp(n * outside)  # hyperbolic functions overflow before their quotients do
+        power = torch.exp(n * outside)  # a quotient of hyperbolic functions may be finite although both overflow
 
         def valid(made: Any) -> Any:
             return torch.where(n > 0, made, torch.where(n == 0, 1.0, 0.0))

@@ -49,7 +49,7 @@ def traced_stage(
     splits: bool,
     is_last: bool,
 ) -> tuple[Stage, tuple[int, AxesOfDims]]:
-    """Returns the stage, and `rows`: the number of rows of a micro-batch, and their mesh axes."""
+    """Returns the stage, and `rows`: the number of rows of a micro-batch, and the mesh axes of the rows."""
     graph_of, _, reads = exported(module, tuple(given), {}, None, True)
     names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     labels = [arguments[source.number] if source.stage is None else name for source, name in zip(sources, names, strict=True)]
@@ -106,7 +106,7 @@ def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
     """Half of a backward pass, as a graph of the wanted gradients, and the names of the values that this half saves. The first half saves
-    values for the second half, which takes them as arguments. `before` has the types of the saved values, and is empty in the first
+    values for the second half, which takes the values as arguments. `before` has the types of the saved values, and is empty in the first
     half."""
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)

@@ -68,7 +68,7 @@ class Stage:
 
     @property
     def returned(self) -> list[tuple[Node, Node]]:
-        """Pairs results and saved values with their nodes of the forward graph."""
+        """Pairs each result or saved value with the node that the forward graph returns for it."""
         return list(zip((*self.joint.results, *self.joint.saved), self.forward.graph.returned, strict=True))
 
     def type_of(self, result: Node) -> TensorType:

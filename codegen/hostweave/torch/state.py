@@ -103,7 +103,7 @@ def _contents(one: Any) -> Any:
 
 
 def _containers(found: list[Any]) -> list[Any]:
-    """Mutable objects that are reachable from these values. Modules and other objects of torch do not count."""
+    """Mutable objects that are reachable from the values `found`. Modules and other objects of torch do not count."""
     seen: dict[int, Any] = {}
     following = list(found)
     while following:
@@ -138,5 +138,5 @@ NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 
 
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
-    """Dtypes of torch.autocast on the CPU and on GPUs, with None for a device on which it is off."""
+    """Dtypes of torch.autocast on the CPU and on GPUs, with None for a device on which autocast is off."""
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))

@@ -128,7 +128,7 @@ class TrainingStep(Differentiated):
         return GradientUpdate(types, donated, len(updates.parameters), self._compute)
 
     def _addition(self, graph: Graph) -> GradientUpdate:
-        """Adds gradients to their sums at the end of the program."""
+        """At the end of the program, adds the gradients of the call to the accumulated gradients."""
         own = {f"{one.name}_{_SUM}": graph.input_types[one.name] for one in self._updates.parameters}
         donated = {name: number for number, name in enumerate(own, self._count_of_results(graph))}
 

@@ -35,7 +35,7 @@ def traced(graph: Graph, name: str, options: Options) -> Fusion:
 
 
 def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function, list[TensorType]]:
-    """Translates a graph to a function. Also returns the types of its results."""
+    """Translates a graph to a function. Also returns the types of the results."""
     starts = _starts(graph, name, options, f"{name}_")
     outputs = [node for node in graph.outputs if node not in graph.constants]
     types = [graph.type_of(node) for node in outputs]
@@ -110,7 +110,7 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
     """Reshards an output to its sharding in `graph.results`. If `graph.results` is None, shards the output by rows or replicates it, unless
     the plan or the module states its sharding."""
-    if number < len(graph.written):  # sharded like the tensor to which it is written
+    if number < len(graph.written):  # the value gets the sharding of the written tensor
         return value
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
@@ -131,7 +131,7 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         adds_dims = all(values[other].ndim < value.ndim for other in user.all_input_nodes if isinstance(values.get(other), hw.Tensor))
         is_pointwise = not isinstance(user.target, torch._ops.OpOverload) or torch.Tag.pointwise in user.target.tags
-        is_number = not adds_dims and is_pointwise  # other ops may require a tensor
+        is_number = not adds_dims and is_pointwise  # an op that is not pointwise may require a tensor
         return value.item() if is_number else full(Result((value.dtype,), (shape_of(value),), of), value.item())
     if isinstance(value, torch.SymInt):
         return size_of(value)
@@ -175,7 +175,7 @@ def _stated(graph: Graph, node: Node, made: Any) -> Any:
 
 
 def _word(node: Node) -> str | None:
-    """Variable name of a module's result: the module's name. None for other values."""
+    """Variable name of a module's result: the module's name. None for a value that is no module's result."""
     paths = modules_of(node)
     if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
@@ -187,7 +187,7 @@ def _word(node: Node) -> str | None:
 
 
 def state_written(graph: Graph, name: str, options: Options) -> None:
-    """Shards written arguments that are not in the plan, such as caches, like the values that are written to them."""
+    """Shards each written argument that is not in the plan, such as a cache, like the value that is written to the argument."""
     sources = {
         graph.names[node]: source
         for node, value in graph.written.items()

@@ -86,9 +86,9 @@ class Differentiated(CompiledModule):
 
 
 class TrainingModule(Differentiated):
-    """A module that was compiled with `training=True`. `backward()` of its outputs adds to `.grad` of the parameters. `program` computes
-    the outputs and the values saved for the backward pass. The program `backward` computes the gradients. A TrainingModule is a
-    CompiledModule without `capture`."""
+    """A module that was compiled with `training=True`. `backward()` of an output adds to `.grad` of the parameters. `program` computes the
+    outputs and the values saved for the backward pass. The program `backward` computes the gradients. A TrainingModule is a CompiledModule
+    without `capture`."""
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph(joint.shared)
@@ -135,8 +135,8 @@ class TrainingModule(Differentiated):
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
-        """Converts gradients to the layout of the parameters. A gradient becomes a DTensor if its parameter is one, and is gathered if its
-        parameter is whole on each rank."""
+        """Converts gradients to the layout of the parameters. A gradient becomes a DTensor if its parameter is a DTensor, and is gathered
+        if its parameter is whole on each rank."""
         made: list[Any] = list(found)
         if self._sharded:
             whole = self._gather_program()(*(found[number] for number in self._sharded), group=group)
@@ -208,8 +208,8 @@ class _Step(torch.autograd.Function):
 
 
 def _version_of(result: torch.Tensor) -> torch.Tensor:
-    """Empty tensor with the version counter of a result. Autograd saves this tensor, and so reports writes to the result. The backward pass
-    reads a copy of the result."""
+    """Empty tensor with the version counter of a result. Autograd saves the empty tensor, and so reports writes to the result. The backward
+    pass reads a copy of the result."""
     with torch.no_grad():
         made = result.detach()
         made.data = made.new_empty(0)

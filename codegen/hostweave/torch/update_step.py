@@ -1,7 +1,7 @@
 """Records and replays the ATen ops that the step of a torch optimizer runs for one parameter.
 
 Tensors are on the device "meta" and have no data. Numbers on the host, such as the step number, are computed during recording. A recorded
-op refers to a number by its index in a list.
+op refers to a number by the index of the number in a list.
 """
 
 import inspect
@@ -46,8 +46,8 @@ class Number:
 
 @dataclass(frozen=True)
 class UpdateOp:
-    """An ATen op without side effects. `made` is its result on the device "meta". `location` is the line of the optimizer that calls the
-    op."""
+    """An ATen op without side effects. `made` is the result of the op on the device "meta". `location` is the line of the optimizer that
+    calls the op."""
 
     name: str
     args: tuple[Any, ...]
@@ -73,7 +73,7 @@ class UpdateStep:
     numbers: list[float]
     roles: list[str]  # role of each number in its op, such as "mul" or "addcdiv_value"
     results: dict[str, OperandSource]
-    filled: dict[str, float]  # state entry that this step creates -> the number that fills it
+    filled: dict[str, float]  # state entry that the step creates -> number that fills the entry
     host: dict[str, Any]  # state entry on the host -> value after the step
     calls: list[Call]  # empty if the step cannot be replayed
 
@@ -83,7 +83,7 @@ class UpdateStep:
 
     def compute(self, values: Mapping[str, hw.Tensor], numbers: Mapping[int, hw.Tensor]) -> dict[str, hw.Tensor]:
         """Computes the new parameter and state. `values` has the named operands. `numbers` maps indices of numbers to inputs of the
-        program; all other numbers are constants."""
+        program; numbers without an input are constants."""
         made: list[Any] = []
         anything = values[PARAMETER]
 
@@ -108,7 +108,7 @@ class UpdateStep:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records ops on tensors of the device "meta". In-place ops are recorded in their functional form."""
+    """Records ops on tensors of the device "meta". Records the functional form of each in-place op."""
 
     def __init__(self, given: Mapping[str, torch.Tensor], optimizer: type):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,8 +118,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._roles: list[str] = []
         self._operands: list[Any] = []  # numbers of the current op, some of them in tensors on the host
         self._calls, self._can_replay = list[Call](), True
-        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in it -> source
-        self._first: dict[int, OperandSource] = {}  # storage -> source of its first tensor
+        self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in the storage -> source of the tensor
+        self._first: dict[int, OperandSource] = {}  # storage -> source of the first tensor in the storage
         self._held: list[torch.Tensor] = []  # kept alive, so that ids of storages are not reused
         for name, tensor in given.items():
             self._put(tensor, OperandSource(name))
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> UpdateStep:
         """Returns the recorded step. Ops that fill new state entries with a number become entries of `filled` in the step."""
         filled: dict[str, float] = {}
-        named: dict[OperandSource, OperandSource] = {}  # result of a fill op -> state entry that it creates
+        named: dict[OperandSource, OperandSource] = {}  # result of a fill op -> state entry that the op creates
         for name, tensor in kept.items():
             first = self._first[_storage(tensor)]
             if isinstance(first.source, int) and (value := self._fill(self._ops[first.source])) is not None:
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Number(len(self._numbers) - 1)
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
-        """Records the source of a tensor. With `anew`, the tensor was written, so other views of its storage become invalid."""
+        """Records the source of a tensor. With `anew`, the tensor was written, so earlier views of its storage become invalid."""
         storage, layout = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._held.append(tensor)
         if anew:
@@ -310,8 +310,8 @@ def _overload(name: str) -> Any:
 
 
 class _LazyNumbers(TorchFunctionMode):
-    """Makes `item()` of a "meta" tensor return the tensor. If `alpha` or `value` is such a tensor, multiplies an operand by the tensor,
-    because torch accepts only numbers there."""
+    """Makes `item()` of a "meta" tensor return the tensor. If `alpha` or `value` is a "meta" tensor, multiplies an operand by the tensor,
+    because torch accepts only numbers as `alpha` and `value`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -23,7 +23,7 @@ _ODD = "not_finite"  # operand of an update with loss scaling: number of gradien
 
 
 class Updated(NamedTuple):
-    """A parameter that the step updates. `name` is its program input."""
+    """A parameter that the step updates. `name` is the program input for the parameter."""
 
     name: str
     path: str
@@ -32,7 +32,7 @@ class Updated(NamedTuple):
 
     @property
     def layer(self) -> tuple[str, str]:
-        """Path of the outermost list that contains the parameter, and the index in it. Without a list: (path, "")."""
+        """Path of the outermost list that contains the parameter, and the index in the list. Without a list: (path, "")."""
         words = self.path.split(".")
         at = next((at for at, word in enumerate(words) if word.isdigit()), len(words))
         return ".".join(words[:at]), "".join(words[at : at + 1])
@@ -43,7 +43,7 @@ class Updated(NamedTuple):
 
     @property
     def entries(self) -> dict[str, str]:
-        """Maps `PARAMETER` and the key of each state entry to the suffix of its name."""
+        """Maps `PARAMETER` and the key of each state entry to a suffix for names of program inputs."""
         return {PARAMETER: "", **{key: f"_{key}" for key in self.recorded.entries}}
 
     @property
@@ -53,7 +53,8 @@ class Updated(NamedTuple):
         return [end for key, end in self.entries.items() if results[key].source != key]
 
     def types(self, stated: TensorType) -> dict[str, TensorType]:
-        """Types of `entries` by name. Entries with the parameter's shape are sharded like the parameter, and others are replicated."""
+        """Types of `entries` by name. Entries are sharded like the parameter if they have the parameter's shape, and otherwise
+        replicated."""
         found = {self.name: stated}
         for key, entry in self.recorded.entries.items():
             dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))
@@ -82,7 +83,8 @@ def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor
 
 
 class Updates:
-    """The step of an optimizer in a program. `taken` has the names of other inputs. Names of functions begin with `prefix`."""
+    """The step of an optimizer in a program. `taken` has the names of all other inputs of the program. Names of functions begin with
+    `prefix`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Updated], taken: Collection[str], prefix: str = ""):
         self.optimizer, self.parameters, self._prefix = optimizer, parameters, prefix
@@ -113,7 +115,7 @@ class Updates:
         return {name: TensorType(dtype_of(dtype), (), mesh=mesh) for dtype, names in pairs for name in names.values()}
 
     def compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor], odd: hw.Tensor | None = None) -> list[hw.Tensor]:
-        """Computes the new values of `written`. If `odd` is above 0, these are the old values. Equal layers share one function."""
+        """Computes the new values of `written`. If `odd` is above 0, they are the old values. Equal layers share one function."""
         tensors = dict(inputs) if odd is None else {**inputs, _ODD: odd}
         tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self.parameters, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}
@@ -185,7 +187,7 @@ class Updates:
             raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")
 
     def next(self, name: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """Computes the changing numbers of the next step, and the host state of each parameter after it."""
+        """Computes the changing numbers of the next step, and the host state of each parameter after this step."""
         numbers: dict[str, torch.Tensor] = {}
         hosts: dict[int, dict[str, Any]] = {}
         for members, names in zip(self._kinds, self._numbers, strict=True):

@@ -1,6 +1,6 @@
 """Results of a module that share memory: tensors of the module, arguments, and views of tensors, arguments or results.
 
-A call makes such a result from the tensor that owns the memory, by the graph's view ops. So a write to the result reaches that tensor.
+A call makes the result from the tensor that owns the memory, by the graph's view ops. So a write to the result changes this tensor.
 """
 
 import operator
@@ -18,8 +18,8 @@ _DETACH = "hostweave.detach.default"
 
 
 def shared_results(graph: Any) -> dict[Node, Node]:
-    """Maps results to the nodes with which they share memory. A view of a sharded argument or result shares no memory, because a view of a
-    block may differ from the block of the view."""
+    """Maps each result that shares memory to the node that owns the memory. A view of a sharded argument or result shares no memory,
+    because a view of a block may differ from the block of the view."""
     results = dict.fromkeys(node for node in graph.of_module if isinstance(node, Node) and not is_complex(node))
     bases = {node: base for node in results if (base := _base(graph, node)) is not None}
     counts, kept = Counter(bases.values()), {*results, *graph.written.values()}

@@ -91,7 +91,8 @@ def _largest(count: int) -> Callable[..., Any]:
             own = chosen // math.prod(kernel[dim + 1 :]) % k
             begin = (torch.arange(sizes[dim], device=x.device) * stride[dim] - padding[dim]).view(-1, *[1] * (count - 1 - dim))
             position = begin + own * dilation[dim]
-            # A window chooses padding only if all its elements are minimal. Then its first element in the image is used, as in torch.
+            # A window chooses padding only if all its elements are minimal. Then the window's first element in the image is used, as in
+            # torch.
             number = number * size + (torch.where(position < 0, position % dilation[dim], position) if padding[dim] else position)
         return values, number
 

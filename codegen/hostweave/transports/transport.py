@@ -19,15 +19,16 @@ class Transport:
     library: str  # communication library, as errors name it
     # dtype that the transport cannot reduce -> dtype for the reduction
     reduced_as: Mapping[str, str] = field(default_factory=dict, compare=False)
-    posts_in_group: int = 1  # most calls in one group
-    # Kernels of the transport occupy multiprocessors until the peers arrive. So communications of such channels must not run concurrently.
+    posts_in_group: int = 1  # maximum number of calls in one group
+    # Kernels of the transport occupy multiprocessors until the peers arrive. So communications on channels of the transport must not run
+    # concurrently.
     holds_multiprocessors: bool = False
     is_rendezvous: bool = False  # a communication ends only after all ranks have started it
     registers_arena: bool = False  # ranks access each other's arenas, which are registered with the channel
     graphs_on_all_ranks: bool = False  # either all ranks run a call as a CUDA graph, or none does
     has_communicator: bool = True  # can use a communicator of the application
     since: tuple[int, ...] = ()  # first version of the library that has the transport, or ()
-    # Reductions of the library. For other reductions, a rank gathers the terms, and a kernel reduces them.
+    # Reductions of the library. For any other reduction, a rank gathers the terms, and a kernel reduces the terms.
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})
 
     def why_not(self, machine: Machine) -> str:
@@ -40,7 +41,7 @@ class Transport:
         return self.registers_arena
 
     def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
-        """True if a chunk loop can move these shards. Registered memory needs the same layout on all ranks."""
+        """True if a chunk loop can move shards with these two properties. Registered memory needs the same layout on all ranks."""
         return not self.registers_arena or (are_even and are_on_all_ranks)
 
 

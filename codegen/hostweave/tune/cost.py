@@ -1,7 +1,7 @@
 """Cost model: predicts the time of ops and of their chunks on one rank.
 
 - A matmul takes the time of its waves of tiles. If the memory traffic takes longer, the matmul takes the time of the memory traffic.
-- Attention takes the time of its matmuls, or of its memory traffic if that is longer.
+- Attention takes the time of its matmuls, or of its memory traffic if the traffic takes longer.
 - Pointwise ops and reductions take the time of their memory traffic (Williams, Waterman and Patterson, "Roofline", 2009).
 
 `tune/overlaps.py` predicts chunk loops. `communication/cost.py` predicts communication.
@@ -34,7 +34,7 @@ TILES = (
 )
 SPLITS = (1, 2, 4, 8)  # split-K: possible numbers of parts of the inner dim
 # Tiles of Hostweave's kernels for grouped matmuls. The second tile is for groups of few rows. The kernel for outer products is slower,
-# because it transposes the rows.
+# because this kernel transposes the rows.
 GROUPED_TILES = ((128, 256, 0.85), (16, 128, 0.2))
 OUTER_TILES = ((128, 256, 0.72),)
 SATURATING_SHARE = 0.85  # fraction of the multiprocessors that saturates the memory
@@ -192,7 +192,7 @@ def around_attention(machine: Machine, ranks: int, gathered: float, result: floa
 def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, tf32: bool = False) -> dict[str, float]:
     """Predicts the time of each op alone, in seconds, by the name of its result.
 
-    A size missing in `sizes` counts as 4096. A view takes no time. A call takes the time of its ops, and a repeat that of all its calls.
+    A size missing in `sizes` counts as 4096. A view takes no time. A call takes the time of its ops. A repeat takes the time of its calls.
     """
     functions: dict[str, float] = {}
     for body in fusion.functions:

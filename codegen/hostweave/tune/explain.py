@@ -100,7 +100,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 
 
 def _hidden(body: Fusion, position: int, times: Mapping[str, float]) -> str:
-    """Text about a communication that runs in sequence because other ops could hide too little of its time. Otherwise ""."""
+    """Text about a communication that runs in sequence because other ops could hide too little of the communication. Otherwise ""."""
     could, own = hidden_beside(body.ops, position, times)[1], times[body.ops[position].result.name]
     if body.ops[position].result.is_async or could >= HIDDEN_SECONDS:
         return ""

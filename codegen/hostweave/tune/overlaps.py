@@ -26,8 +26,8 @@ from hostweave.types.tensor import TensorType
 from hostweave.types.zigzag import pieces
 
 MAX_TIME_RATIO = 0.95  # largest accepted ratio of the time of an alternative to the sequential time
-MIN_GAIN_MICROS = 5.0  # smallest accepted gain of an alternative; the error of the model is of this size
-HIDDEN_SECONDS = 10e-6  # least hidden time of a communication that is worth a fork and a wait, which take nearly as long
+MIN_GAIN_MICROS = 5.0  # smallest accepted gain of an alternative; the cost model has errors of about 5 us
+HIDDEN_SECONDS = 10e-6  # smallest hidden time that is worth a fork and a wait, which take nearly as long
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def streamed(self) -> tuple[Op, ...]:
-        """Ops that a user would mark with `.stream()` to request this loop."""
+        """Ops that a user would mark with `.stream()` to request the loop of the candidate."""
         return self.matmuls if self.reshard.kind == "all_gather" and not self.keys else self.reshards
 
 
@@ -106,8 +106,8 @@ class _Finder:
         return (found, step_of(op).dim or 0) if are_first else ((), 0)
 
     def has_rows_of(self, op: Op, user: Op) -> bool:
-        """True if `user` is a matmul that the loop of a gather can compute. Its rows must be the gathered rows. Its other operands must
-        exist before the first consumer of the gather."""
+        """True if `user` is a matmul that the loop of a gather can compute. The rows of the matmul must be the gathered rows. All operands
+        that are not gathered must exist before the first consumer of the gather."""
         dim, first = step_of(op).dim, self.uses[op.result.name][0]
         if dim is None or op.result.type.dims[dim].axes or not self.is_outermost(op, dim):
             return False
@@ -122,8 +122,8 @@ class _Finder:
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """Returns the matmul whose result the op reduces, and the chunked dim.
 
-        Returns no matmul if a loop cannot compute this matmul, for example because another op also reads the result. A chunked operand must
-        not come from a communication, a partial sum or a loop.
+        Returns no matmul if a loop cannot compute the matmul, for example because another op also reads the matmul's result. A chunked
+        operand must not come from a communication, a partial sum or a loop.
         """
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
@@ -208,11 +208,11 @@ def _may_copy(options: Options, is_even: bool) -> bool:
 
 
 def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Alternative, ...]:
-    """Alternatives for a gather or a reduce-scatter outside of loops, fastest first. Empty if there are none, or if a size is unknown.
+    """Alternatives for a gather or a reduce-scatter outside of loops, fastest first. Empty if none is possible, or if a size is unknown.
 
-    A collective is always possible. Copy engines are possible if `reaches`. They use gets for reduce-scatters, and for operands that the
-    program allocates. For other operands, which are not in windows, they use puts. In an alternative with one chunk per rank, a
-    separate matmul reads each gathered shard.
+    A collective is always possible. Copy engines are possible if `reaches`. Copy engines use gets for reduce-scatters, and for operands
+    that the program allocates. Copy engines use puts for all other operands, which are not in windows. In an alternative with one chunk per
+    rank, a separate matmul reads each gathered shard.
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
@@ -293,8 +293,8 @@ def min_gain(sequential: float) -> float:
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """Seconds of computation that can overlap with a reshard outside of loops: ops after its operand and before the first consumer of
-    its result."""
+    """Seconds of computation that can overlap with a reshard outside of loops: ops after the operand of the reshard, and before the first
+    consumer of the result."""
     times = seconds(fusion, sizes, machine, tf32)
     ops = filled(fusion.ops, times)
     position = ops.index(reshard)
@@ -327,8 +327,8 @@ def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) 
 def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
     """Position to which the communication at `position` moves up.
 
-    The communication moves past just enough ops to hide its time, or as far as possible. It stays after the op that computes its operand,
-    after other communications, and after pointwise ops that depend on its operand.
+    The communication moves past just enough ops to hide its time, or as far as possible. The communication stays after the op that computes
+    the operand, after other communications, and after pointwise ops that depend on the operand.
     """
     op, best, passed = ops[position], position, 0.0
     kernel = set(op.tensors)
@@ -347,7 +347,7 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
 
 
 def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:
-    """Seconds of earlier communications that are still in flight at `position`. The op at `position` waits for them."""
+    """Seconds of earlier communications that are still in flight at `position`. The op at `position` waits for these communications."""
     in_flight = (at for at, op in enumerate(ops[:position]) if op.result.is_async and _first_use(ops, at) > position)
     return sum(times[ops[at].result.name] for at in in_flight)
 
@@ -380,7 +380,7 @@ def _is_large(op: Op) -> bool:
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
     """Moves matmuls that no large op needs, such as gradients of weights, down to points where ops wait for a communication.
 
-    Ops that depend on these matmuls move too. A matmul passes at most two communications that large ops need, because the new position
+    Ops that depend on the moved matmuls move too. A matmul passes at most two communications that large ops need, because the new position
     lengthens the live ranges of its operands.
     """
     needed = needed_by_large(ops)

@@ -75,9 +75,9 @@ class Route:
 class Transfer:
     """Routes of the blocks of a tensor from one mesh to another. A receiver gets each block of its local tensor exactly once.
 
-    Senders cut dim i of their local tensor into `sent[i]` blocks, and receivers into `received[i]` blocks. Blocks are numbered in
-    row-major order. A receiver that has a block already is also its sender. Otherwise, the ranks that have the block take turns. If shards
-    may be uneven, a block ends where a shard of the source or of the target ends, and may be empty.
+    Senders cut dim i of their local tensor into `sent[i]` blocks, and receivers into `received[i]` blocks. Blocks are numbered in row-major
+    order. A receiver that already has a block is also the sender of the block. Otherwise, the ranks that have the block take turns. If
+    shards may be uneven, a block ends where a shard of the source or of the target ends, and may be empty.
     """
 
     sent: tuple[int, ...]
@@ -105,7 +105,7 @@ class Transfer:
         return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
 
     def distance(self, senders: int) -> int | None:
-        """Receiver minus sender, if this is the same for all routes and each of `senders` ranks sends one block. None otherwise."""
+        """Receiver minus sender, if all routes have the same difference and each of `senders` ranks sends one block. None otherwise."""
         far = {route.receiver - route.sender for route in self.routes}
         one_each = set(self.sent) | set(self.received) <= {1} and len({route.sender for route in self.routes}) == senders
         return far.pop() if len(far) == 1 and one_each else None
@@ -115,7 +115,7 @@ class Transfer:
         return Fraction(len(self.moved), shards * prod(self.sent))
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
-        """True if the transfer leads from `source` to `target`: each receiver gets each block once, from a rank that has it."""
+        """True if the transfer leads from `source` to `target`: each receiver gets each block once, from a rank that has the block."""
         old, sources = source.mesh_in(program), _block_sources(source, target, program)
         cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (
@@ -132,7 +132,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SharedDim:
-    """A dim that has `source_shards` shards before a transfer, and `target_shards` shards after it."""
+    """A dim that has `source_shards` shards before a transfer, and `target_shards` shards after the transfer."""
 
     size: Size
     source_shards: int

@@ -13,7 +13,7 @@ class ParameterGroup:
     """A parameter group. The names `first` and `last` differ in one number.
 
     In the IRs, a group is one tensor, with the number of tensors as its first dim. The tensors have unrelated addresses, so a view covers
-    only one of them. Tensors of adjacent groups with the same `struct` alternate in the order of parameters: `w_0, v_0, w_1, v_1`.
+    only one tensor. Tensors of adjacent groups with the same `struct` alternate in the order of parameters: `w_0, v_0, w_1, v_1`.
     """
 
     first: str
@@ -31,7 +31,7 @@ class ParameterGroup:
 
     @property
     def pattern(self) -> tuple[str, int, str]:
-        """Text before the number, the first number, and text after it."""
+        """Text before the number, the first number, and text after the number."""
         found = between(self.first, self.last)
         assert found is not None
         return found[0], found[1], found[3]
@@ -41,7 +41,7 @@ class ParameterGroup:
 
 
 def between(first: str, last: str) -> tuple[str, int, int, str] | None:
-    """Text before the number, the two numbers, and text after it. None if the names do not differ in one increasing number."""
+    """Text before the number, the two numbers, and text after the number. None if the names do not differ in one increasing number."""
     for match in re.finditer(r"\d+", first):
         before, after = first[: match.start()], first[match.end() :]
         middle = last[len(before) : len(last) - len(after)]

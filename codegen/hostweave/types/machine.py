@@ -1,4 +1,4 @@
-"""Machines of the cost model: speeds of the GPUs and of the links between them."""
+"""Machines of the cost model: speeds of GPUs and of the links between GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Link:
     points: Points
 
     def seconds(self, size: float) -> float:
-        """Seconds for `size` bytes: linear between the points and above them, and constant below the first point or for a single point."""
+        """Seconds for `size` bytes: linear between and above the points, and constant below the first point or for a single point."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])
@@ -68,7 +68,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one kind of GPU and of its links. `hostweave calibrate` measures most of them, and writes all of them as JSON.
+    """Speeds of one kind of GPU and of its links. `hostweave calibrate` measures most of the speeds, and writes all speeds as JSON.
 
     A matmul runs in waves, in which each multiprocessor computes one tile. A wave takes `wave` seconds, plus the time of its floating-point
     operations at `flops`. `refused` has transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
@@ -153,12 +153,12 @@ H200 = Machine(
         Link("get", 2, ((16 * KB, 10.1e-6), (MB, 14.5e-6), (16 * MB, 55.6e-6), (64 * MB, 191e-6), (256 * MB, 729e-6))),
     ),
 )
-# H100 SXM with 80 GB, measured at a power limit of 700 W. Its NVLink is that of the H200.
+# H100 SXM with 80 GB, measured at a power limit of 700 W. The H200 has the same NVLink.
 H100 = replace(H200, name="NVIDIA H100 80GB HBM3", flops=845e12, memory=3.03e12)
 
 SHIPPED = {machine.name: machine for machine in (H200, H100)}
 
 
 def shipped(name: str) -> Machine:
-    """Figures of a GPU. An unknown GPU gets those of H200, with `stands_for` set to its name."""
+    """Figures of a GPU. An unknown GPU gets the figures of H200, with `stands_for` set to the name of the unknown GPU."""
     return SHIPPED.get(name) or replace(H200, stands_for=name)

@@ -50,8 +50,8 @@ class Mesh:
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
         """Mesh of some ranks of this mesh, in the given order.
 
-        `axes` has names and sizes of the new axes. Without `axes`, a mesh of one axis keeps its axis. A mesh of several axes keeps those
-        along which the ranks differ, and the ranks must form a block of this mesh, in row-major order.
+        `axes` has names and sizes of the new axes. Without `axes`, a mesh of one axis keeps its axis. A mesh of several axes keeps the axes
+        along which the ranks differ. The ranks must then form a block of this mesh, in row-major order.
 
         Raises ProgramError if the ranks are not distinct ranks of this mesh, or do not fit the axes.
 
@@ -137,7 +137,7 @@ class Mesh:
         return number
 
     def process_group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """`rank` and the ranks that differ from it only along `axes`, in row-major order of `axes` as given."""
+        """`rank` and the ranks that differ from `rank` only along `axes`, in row-major order of `axes` as given."""
         indices = [self.all_ranks.index(rank) - sum(self.coordinate(rank, axis) * self._strides[axis] for axis in axes)]
         for axis in axes:
             indices = [index + i * self._strides[axis] for index in indices for i in range(self.axis_size(axis))]

@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-import ml_dtypes  # noqa: F401  its import registers bf16 and f8 with NumPy
+import ml_dtypes  # noqa: F401  importing ml_dtypes registers bf16 and f8 with NumPy
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,7 +41,7 @@ def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
 
 
 def _to_ints(floats: NDArray[np.float64]) -> NDArray[np.uint64]:
-    """Floats as bits of an i64, or of a u64 if they fit only there. Other floats give the bits of -2**63."""
+    """Floats as bits of an i64, or of a u64 if a float fits only in a u64. A float that fits in neither gives the bits of -2**63."""
     is_signed, is_large = (floats >= -(2.0**63)) & (floats < 2.0**63), (floats >= 2.0**63) & (floats < 2.0**64)
     signed = np.where(is_signed, floats, -(2.0**63)).astype(np.int64).astype(np.uint64)
     return np.where(is_large, np.where(is_large, floats, 0).astype(np.uint64), signed)

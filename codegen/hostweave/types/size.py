@@ -5,7 +5,7 @@ A factor is the name of a symbol, or a node that contains other sizes:
 - a sum such as `(M + N)` or `(M - 2)`, from concat, pad and slices;
 - `ceil(M/8)`, the size of a full shard if 8 ranks cannot split M evenly;
 - `local(M, x)`, the size of this rank's shard of M along mesh axis x; the last shards may be smaller or empty;
-- `first(M, x)`, the index in M at which that shard begins.
+- `first(M, x)`, the index in M at which this rank's shard begins.
 
 For a mesh of some ranks, the text is `local(M, x on ranks 2, 3)` or, with several axes, `local(M, b on mesh(a=2, b=2 of ranks 0..4))`.
 """
@@ -43,8 +43,8 @@ class Size:
 
     @staticmethod
     def of(value: int | str | Size) -> Size:
-        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError for other texts, and TypeError for
-        other objects."""
+        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError for any other text, and TypeError for any
+        other object."""
         if isinstance(value, Size):
             return value
         return _parsed(value) if isinstance(value, str) else Size(index(value))
@@ -105,7 +105,7 @@ class Size:
         return self if other == 1 else Size(self.coefficient, self.factors, self.divisor * other)
 
     def divided_by(self, other: Size) -> Size | None:
-        """Quotient by another size. None if a factor of `other` is not a factor of this size."""
+        """Quotient of this size by `other`. None if a factor of `other` is not a factor of this size."""
         factors = list(self.factors)
         for factor in other.factors:
             if factor not in factors:
@@ -114,8 +114,8 @@ class Size:
         return Size(self.coefficient * other.divisor, tuple(factors), self.divisor * other.coefficient)
 
     def bind(self, sizes: Sizes) -> int:
-        """Value for these values of symbols. Factors such as `local(M, x)` need `RankSizes`. Raises ValueError if the value is not an
-        int."""
+        """Value of the size if the symbols have the values `sizes`. Factors such as `local(M, x)` need `RankSizes`. Raises ValueError if
+        the value is not an int."""
         total = self.coefficient * prod(bound(factor, sizes) for factor in self.factors)
         if total % self.divisor:
             raise ValueError(f"{self}: {self.divisor} does not divide {total}")
@@ -269,7 +269,7 @@ def summed(sizes: Iterable[Size]) -> Size:
 
 
 class SizeReader(Lexer):
-    """Parses sizes, and the meshes in their text."""
+    """Parses sizes, and the meshes in the text of sizes."""
 
     def size(self) -> Size:
         """Parses a size: `M`, `8*M/4` or `(M + 2)*K`."""

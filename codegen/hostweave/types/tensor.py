@@ -94,7 +94,7 @@ class Dim:
 
     @staticmethod
     def of(value: int | str | Size | Dim) -> Dim:
-        """A dim from an int, a size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`. Raises ValueError for other texts."""
+        """A dim from an int, a size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`. Raises ValueError for any other text."""
         if isinstance(value, Dim):
             return value
         if not isinstance(value, str):
@@ -127,7 +127,7 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """Marks a tensor that is not reduced yet: each rank holds one term of its reduction by `op` over the mesh axes."""
+    """Marks a tensor that is not reduced yet: each rank holds one term of the reduction by `op` over the mesh axes."""
 
     op: str
     axes: tuple[str, ...]
@@ -241,7 +241,7 @@ class TensorType:
 
     @checked
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
-        """Index of a rank's block in a global array of this shape, for example to read only this block from a file.
+        """Index of a rank's block in a global array with the shape `shape`, for example to read only this block from a file.
 
         The index consists of slices, or contains arrays if several ranks split a dim in zigzag. Raises the errors of `shard`.
 
@@ -252,7 +252,7 @@ class TensorType:
     @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
         """Joins local arrays to the global array. `arrays` has one array per rank of the tensor's mesh, in the mesh's order of ranks. If
-        several ranks have the same block, that of the last rank is used.
+        several ranks have the same block, the block of the last rank is used.
 
         Raises ProgramError if the type does not fit the mesh, and ArgumentError if the arrays do not fit the type.
         """
@@ -363,7 +363,7 @@ def _runs(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> lis
 def local_outputs(
     program: str, mesh: Mesh, inputs: Mapping[str, TensorType], outputs: Sequence[TensorType], shapes: Mapping[str, Shape], rank: int
 ) -> list[Shape]:
-    """Local shapes of a rank's outputs, from those of its inputs, if all sharded dims divide evenly."""
+    """Local shapes of a rank's outputs, from the local shapes of the rank's inputs, if all sharded dims divide evenly."""
     even = {
         name: tuple(size * mesh.size_of(dim.axes) for size, dim in zip(shapes[name], type_.dims, strict=True))
         for name, type_ in inputs.items()

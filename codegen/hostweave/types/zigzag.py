@@ -37,14 +37,14 @@ def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool
 
 
 def pieces(axes: tuple[str, ...], mesh: Mesh) -> int:
-    """Number of pieces of a dim: two per rank in zigzag over several ranks, otherwise one per rank. All shards have equal sizes if this
-    number divides the size."""
+    """Number of pieces of a dim: two per rank in zigzag over several ranks, otherwise one per rank. All shards have equal sizes if the
+    number of pieces divides the size."""
     ranks = mesh.size_of(axes)
     return 2 * ranks if isinstance(axes, Zigzag) and ranks > 1 else ranks
 
 
 def order_of_pieces(ranks: int) -> tuple[int, ...]:
-    """Numbers of the pieces in the order in which ranks 0, 1, ... hold them."""
+    """Numbers of the pieces: first the pieces of rank 0, then the pieces of rank 1, and so on."""
     return tuple(piece for rank in range(ranks) for piece in (rank, 2 * ranks - 1 - rank))
 
 
