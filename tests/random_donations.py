@@ -14,7 +14,7 @@ from hostweave.fusion_ir.ir import Fusion
 
 
 class Donating(Generator):
-    """Generates programs and blocks that donate some inputs. They also return views of inputs, of computed values and of results."""
+    """Generates programs and blocks that donate some inputs. Both also return views of inputs, of computed values and of results."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -36,8 +36,7 @@ class Donating(Generator):
         return dict(zip(chosen, self.random.sample(range(len(chosen) + 3), len(chosen)), strict=True))
 
     def in_place(self, tensors: dict[str, hw.Tensor], donate: dict[str, int], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
-        """Results in donated memory, and other results. Other results are views of inputs, of computed values, or of the results in donated
-        memory."""
+        """Results in donated memory, and views of inputs, of computed values, or of the results in donated memory."""
         made = list(self.body([*tensors.values()], most, ops))
         taken = {number: self.result_in(tensors[name], [*tensors.values(), *made]) for name, number in donate.items()}
         viewed = [*tensors.values(), *made, *taken.values()]

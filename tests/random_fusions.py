@@ -70,7 +70,7 @@ class Generator:
         return self.mesh.ranks(ranks, z=len(ranks))
 
     def sharded(self, shape: Sequence[Any], mesh: Mesh | None = None) -> tuple[Any, ...]:
-        """Dims of these sizes for a spec. Some dims are randomly sharded."""
+        """Dims of a spec for the sizes in `shape`. Some dims are randomly sharded."""
         mesh = mesh or self.mesh
         axes = [name for name, _ in mesh.axes]
         self.random.shuffle(axes)
@@ -78,7 +78,7 @@ class Generator:
         for i, size in enumerate(shape):
             own = [axes.pop() for _ in tuple(axes) if self.random.random() < 0.3]
             dims.append(f"{size}@{','.join(own)}" if own else size)
-            with contextlib.suppress(ValueError):  # The size is impossible, such as M/2 if M is 7.
+            with contextlib.suppress(ValueError):  # A size such as M/2 is impossible if M is 7.
                 if own and Size.of(size).bind(self.sizes) % (2 * mesh.size_of(tuple(own))) == 0:
                     in_pieces.append(i)
         for i in in_pieces if self.has_zigzag else ():
@@ -102,7 +102,7 @@ class Generator:
         """Applies up to `most` random ops to the tensors and to intermediate results. Returns some of the results."""
         values = list(tensors)
         for _ in range(self.random.randint(1, most)):
-            with contextlib.suppress(ProgramError):  # The random op does not accept these operands.
+            with contextlib.suppress(ProgramError):  # Ops that refuse the chosen operands are skipped.
                 (last,) = self.random.choices(values, range(1, len(values) + 1))  # Later values are preferred, so that results are used.
                 values.append(self.random.choice(ops)(self, values, last))
         made = values[len(tensors) :] or [values[0] + 1]
@@ -220,7 +220,7 @@ def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _one_place(t: hw.Tensor, axis: int) -> hw.Tensor:
-    """Index of the largest element of the tensor along a dim. All positions of the other dims use the same index."""
+    """Index along `axis` of the largest element of the tensor. All dims of the result have size 1."""
     last = hw.permute_dims(t, (*(dim for dim in range(t.ndim) if dim != axis), axis))
     return hw.reshape(hw.argmax(hw.max(hw.reshape(last, -1, t.shape[axis]), 0), 0), *(1 for _ in t.shape))
 
@@ -341,7 +341,7 @@ OPS: tuple[MakeOp, ...] = (
 
 
 def in_groups(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Grouped matmul, or the gradient of its matrices. Some groups may be empty, and some rows may be in no group."""
+    """Grouped matmul, or the gradient of the matrices of a grouped matmul. Some groups may be empty, and some rows may be in no group."""
     known = [value for value in values if value.ndim > 1 and all(isinstance(size, int) or size in g.sizes for size in value.shape[-2:])]
     if not known:
         return _with_number(g, values, t)
@@ -382,7 +382,7 @@ def parameter(g: Generator, t: hw.Tensor) -> TensorType:
 
 
 def _by_a_kernel(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """User kernel that returns twice the tensor, and its negation. The program uses one of these results."""
+    """User kernel that returns 2 * t and -t. The program uses one of the two results."""
     dims = g.sharded(t.shape, t.type.mesh)
     spec = TensorType(t.dtype, t.dtype[dims].dims, mesh=t.type.mesh)
     sizes = [f"n{i}" for i in range(t.ndim)]

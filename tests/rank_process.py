@@ -7,7 +7,7 @@
     python rank_process.py graphs PROVIDER [TARGET]         runs programs with signals, whose calls become graphs on all ranks
 
 SET is `all`, `kinds`, `few` or `everything` (see `programs_for`). With provider `torch`, a SET runs twice, and prints two lines.
-PROGRAM may be `chosen`: a chunk loop of puts that Options.choices selects. Its two calls differ in the size M. Only the first M is a
+PROGRAM may be `chosen`: a chunk loop of puts that Options.choices selects. `chosen` is called with two sizes M. Only the first M is a
 multiple of the number of chunks. With the prefix `captured:`, calls are launches of a capture. If the variable ENDS is set, a rank calls
 PROGRAM once, reads a line from stdin, and exits: by an exception if ENDS is `exception`, and otherwise with ENDS as the exit status.
 PROVIDER is `environment`, `mpi`, `torch` (under torchrun), or `store` (a torch.distributed store without a process group). TARGET is
@@ -185,8 +185,8 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
 
 
 def run_graphs(rank: Rank) -> None:
-    """Tests that calls of programs with signals become graphs. The 2 ranks pass three sets of arrays in different
-    orders. Only call 1 of both ranks and call 18 of rank 1 pass the fourth set."""
+    """Tests that calls of programs with signals become graphs. The 2 ranks pass three sets of arrays in different orders. Only call 1 of
+    both ranks and call 18 of rank 1 pass the fourth set."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))
@@ -227,7 +227,7 @@ def program_of(name: str, ranks: int, target: str) -> tuple[Fusion, hw.Program]:
 
 
 class Calls:
-    """Calls of one program with fixed arrays. Each `make` makes all of these calls, and checks their results."""
+    """Calls of one program with fixed arrays. The method `make` makes all calls once, and checks the results."""
 
     def __init__(self, rank: Rank, name: str):
         self.rank, ranks = rank, rank.group.count
@@ -242,7 +242,7 @@ class Calls:
             result = call()
             if self.rank.target == "cuda":
                 self.rank.torch.cuda.synchronize()
-                self.rank.group.check()  # This comes before the comparison, because an aborted call has no results.
+                self.rank.group.check()  # The check comes before the comparison, because an aborted call has no results.
             self.rank.check(self.fusion, self.program, arrays, result)
 
 

@@ -16,7 +16,7 @@ def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> T
     """Tolerance for a value in a program whose values have a magnitude of about 1, because of norms and scaled weights.
 
     An op that rounds has an error of up to one unit roundoff of its dtype. A matmul sums n products of size 1 / sqrt(n) on several ranks.
-    Its error is taken as a quarter of the `tolerance` for terms of size 1, divided by sqrt(n). The errors of the two operands
+    The error of a matmul is taken as a quarter of the `tolerance` for terms of size 1, divided by sqrt(n). The errors of the two operands
     of a matmul are independent, so their squares add. The errors of pointwise ops on one value are correlated, so the largest error is
     used. The tolerance is five standard deviations of the total error.
     """

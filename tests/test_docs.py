@@ -25,7 +25,7 @@ ENVIRONMENT = ROOT / "docs" / "reference" / "environment.md"
 
 
 def python_of(path: Path) -> str:
-    """Python blocks of a page, in order. All other lines are blank, so that line numbers are those of the page."""
+    """Python blocks of a page, in order. All lines outside of the blocks are blank, so that line numbers are the same as on the page."""
     lines, inside = [], False
     for line in path.read_text().splitlines():
         fence = line.startswith("```")

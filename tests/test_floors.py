@@ -157,13 +157,13 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_each_pass_has_a_test_file_that_names_it() -> None:
-    """Each pass has a test file with its name. Each folder of tests is a folder of the package, one of `others`, or a direct
-    subfolder of one of these."""
+    """Each pass has a test file with its name. Each folder of tests is a folder of the package, one of `others`, or a direct subfolder of
+    such a folder."""
     tests = Path(__file__).parent
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
     packages = {path.parent.relative_to(PACKAGE) for path in modules()}
-    # These folders have tests of whole programs and of C++.
+    # The folders in `others` have tests of whole programs and of C++.
     others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}
     mine = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path()}
     known = packages - {Path()} | {*map(Path, others)}
@@ -218,7 +218,7 @@ def test_names_of_transports_are_not_compared() -> None:
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
     registers = {path.relative_to(PACKAGE).parts[0] for path in modules() if "registers_arena" in path.read_text()}
-    assert registers == {"transports", "emit"}  # All other code need not know which transports register memory.
+    assert registers == {"transports", "emit"}  # Only these two folders need to know which transports register memory.
 
 
 # Files that may test for a concrete class of instructions, because no trait answers their question. Other code reads roles and traits.
@@ -278,7 +278,7 @@ def test_names_that_benchmarks_import_exist() -> None:
     missing = []
     for path in BENCHMARKS.rglob("*.py"):
         text = path.read_text()
-        # This includes code that benchmarks run in other processes.
+        # `sources` includes code that benchmarks run in other processes.
         sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]
         lines = {line for source in sources for line in re.findall(r"^ *from (hostweave[\w.]*) import (.+)$", source, re.MULTILINE)}
         for module, names in lines:

@@ -11,7 +11,7 @@ PRIVATE = re.compile(r"\b(beside what|what takes|in turn|(?<!there )(is|are) no 
 
 
 def template(node: ast.expr) -> str:
-    """Text of a string expression, with {...} for the values in it."""
+    """Text of a string expression, with {...} for each inserted value."""
     match node:
         case ast.Constant(value=str(text)):
             return text

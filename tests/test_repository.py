@@ -1,4 +1,4 @@
-"""Files that no other test covers: names, links, versions, and workflows."""
+"""Names, links, versions and workflows in files that no other test covers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_names_of_test_files_are_unique() -> None:
-    """Base names of test files are unique, because pytest imports them by their base names."""
+    """Base names of test files are unique, because pytest imports test files by base name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
 

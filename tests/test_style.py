@@ -72,7 +72,7 @@ def problems(text: str) -> list[str]:
 
 
 def broken_lists(text: str) -> list[str]:
-    """Items of lists that Markdown shows as a part of the paragraph before them, because no blank line precedes the list."""
+    """Items of lists that Markdown shows as a part of the preceding paragraph, because no blank line precedes the list."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     paragraphs = (paragraph.split("\n") for paragraph in re.split(r"\n\s*\n", text.strip("\n")))
     return [line for first, *lines in paragraphs if not LIST_ITEM.match(first) for line in lines if LIST_ITEM.match(line)]

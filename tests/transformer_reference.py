@@ -71,7 +71,7 @@ def projected(x: Array, wo: Array) -> Array:
 
 
 class Reference:
-    """Each method computes the programs of its name, without the suffixes `_tp` and `_sp`. `size` is the number of elements of a head."""
+    """Each method computes programs of the same name, also with the suffix `_tp` or `_sp`. `size` is the number of elements of a head."""
 
     def __init__(self, size: int):
         self.size = size

@@ -20,7 +20,7 @@ import hostweave.torch
 
 def check(name: str, group: hw.Group, device: torch.device) -> None:
     """Compares logits, and the loss and gradients of a step. A rank has blocks of the arguments, and all parameters."""
-    from small_models import MESHES, expect_gradients, training_model  # This imports transformers, which takes seconds.
+    from small_models import MESHES, expect_gradients, training_model  # `small_models` imports transformers, which takes seconds.
 
     module, inputs, plan = training_model(name, group.count)
     module, inputs = module.to(device), {key: value.to(device) for key, value in inputs.items()}

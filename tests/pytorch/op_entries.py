@@ -45,7 +45,7 @@ NOT_COMPARED = set(_NOT_COMPARED.split())
 
 
 def entries(number: int, of: int, dtype: torch.dtype = torch.float32) -> Iterator[Entry]:
-    """Every `of`-th entry from entry `number` on, unless it cannot be tested with this dtype."""
+    """Every `of`-th entry from entry `number` on, if the entry can be tested with `dtype`."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in op_db[number::of]:
@@ -104,7 +104,7 @@ def _entry(name: str, info: Any, dtype: torch.dtype = torch.float32) -> Entry | 
 
 _SEED = torch.manual_seed
 
-# Ops that may return the index of any of several equal elements, and the position of their argument `dim`.
+# Ops that may return the index of any of several equal elements, and for each op, the position of the argument `dim`.
 _ANY_OF_EQUALS = {"sort": 0, "argsort": 0, "topk": 1, "kthvalue": 1}
 
 

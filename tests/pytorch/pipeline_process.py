@@ -38,8 +38,8 @@ def train(group: hw.Group, device: torch.device, schedule: str, dtype: torch.dty
     """Trains the stage of this rank with Hostweave, and all stages with torch, both with AdamW. The last rank compares each loss. In f32,
     each rank compares its parameters at the end.
 
-    In f32, compares the gradients of each step; in bf16, only those of the first step. If `in_program`, the program includes the
-    optimizer's step and clips the gradients of all stages. Then each step compares the norm of the gradients, instead of the gradients.
+    In f32, compares the gradients of each step, and in bf16, only the gradients of the first step. If `in_program`, the program includes
+    the optimizer's step and clips the gradients of all stages. Then each step compares the norm of the gradients, instead of the gradients.
     """
     torch.manual_seed(0)
     stages = nn.Sequential(*(Block() for _ in range(group.count))).to(device, dtype)

@@ -114,7 +114,7 @@ def expect_gradients(module: nn.Module, want: nn.Module, tolerance: float) -> No
     for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None), name
         if other.grad is not None and parameter.grad is not None:
-            largest = float(max(other.grad.abs().max(), 1e-4))  # Some gradients, such as those of key biases, are only roundoff.
+            largest = float(max(other.grad.abs().max(), 1e-4))  # Some gradients, such as gradients of key biases, are only roundoff.
             torch.testing.assert_close(
                 parameter.grad, other.grad, rtol=0, atol=tolerance * largest, msg=lambda why, at=name: f"{at}: {why}"
             )

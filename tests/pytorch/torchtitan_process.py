@@ -1,7 +1,7 @@
 """One rank of a transformer that is prepared as in torchtitan. torchrun starts this script. The rank uses a GPU if there is one.
 
-Rank 0 prints "trained" if 20 steps equal those of torch. Rank 0 prints "loaded" if training from a checkpoint of tp 4 gives the same
-results at dp 2 x tp 2 as at tp 4.
+Rank 0 prints "trained" if 20 steps equal torch's steps. Rank 0 prints "loaded" if training from a checkpoint of tp 4 gives the same results
+at dp 2 x tp 2 as at tp 4.
 
 torchrun --nproc-per-node 4 tests/pytorch/torchtitan_process.py FOLDER_OF_THE_CHECKPOINT
 """

@@ -190,8 +190,8 @@ MODELS: dict[str, Trained] = {
 
 
 def trained(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], dict[str, str], hw.Mesh]:
-    """A model with arguments, and its plan for this number of ranks. Two ranks shard the weights of the plan, or the batch if the plan is
-    empty."""
+    """A model with arguments, and the plan of the model for `ranks` ranks. Two ranks shard the weights of the plan, or the batch if the
+    plan is empty."""
     torch.manual_seed(ranks)
     module, inputs = MODELS[name].make()
     plan = dict(MODELS[name].plan)

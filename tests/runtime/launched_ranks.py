@@ -14,7 +14,7 @@ from hostweave.runtime.launchers import launched
 
 
 def run_processes(script: str, environments: list[dict[str, str]], timeout: float = 60) -> list[str]:
-    """Runs one process per environment. Returns their outputs. Raises AssertionError if a process failed."""
+    """Runs one process per environment. Returns the outputs of the processes. Raises AssertionError if a process failed."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     processes = [
         Forked([sys.executable, "-c", script], env=clean | one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -27,7 +27,7 @@ def run_processes(script: str, environments: list[dict[str, str]], timeout: floa
 
 
 def in_threads(count: int, function: Any) -> list[Any]:
-    """Returns the result of `function(rank)` for every rank, or its exception."""
+    """Returns, for every rank, the result or the exception of `function(rank)`."""
     results: list[Any] = [None] * count
 
     def call(rank: int) -> None:

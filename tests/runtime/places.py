@@ -21,7 +21,7 @@ class Place:
     programs: str
     ranks: int  # number of ranks that run the programs
     killed: int  # number of ranks in tests that end or stop a rank
-    trials: int  # repetitions of test_a_rank_is_killed; some tests run every fourth of these
+    trials: int  # repetitions of test_a_rank_is_killed; some tests run every fourth repetition
 
     @property
     def right(self) -> str:

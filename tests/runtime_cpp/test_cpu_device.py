@@ -32,7 +32,7 @@ def compile_all(commands: list[list[str | Path]]) -> None:
 
 
 class Device:
-    """Installed library of the CPU device, and the flags to compile and link programs with it."""
+    """Installed library of the CPU device, and the flags to compile and link programs with this library."""
 
     def __init__(self, folder: Path) -> None:
         require_native()
@@ -113,7 +113,7 @@ def test_dropped_wait_gives_wrong_answers(device: Device, dropped: str, ordered:
     redundant = ordered == 1 and dropped in (
         "fork=2",
         "fork=3",
-    )  # The ops of the communicator on streams 2 and 3 follow its ops on streams 0 and 1.
+    )  # The communicator runs the ops on streams 2 and 3 after the ops on streams 0 and 1.
     assert (outcome["wrong"] > 0) != redundant
 
 

@@ -136,7 +136,7 @@ def expect_in_order(report: Report) -> None:
     by_stream: dict[tuple[int, str], list[Any]] = {}
     for event in found.events:
         assert 0 <= event.start <= event.end
-        assert all(found.events[earlier].end <= event.end + 1 for earlier in event.after)  # This also holds for events of different ranks.
+        assert all(found.events[earlier].end <= event.end + 1 for earlier in event.after)  # The two events may be of different ranks.
         assert all(found.events[other].start <= event.end + 1 for other in event.meets)
         by_stream.setdefault((event.rank, event.stream), []).append(event)
     for events in by_stream.values():
@@ -188,7 +188,7 @@ def test_mistakes() -> None:
 
 
 def test_ranks_are_shifted_until_no_receive_precedes_its_send() -> None:
-    """The clocks say that rank 1 receives before rank 0 sends. A shift of rank 1 by at least 90 us prevents such a receive."""
+    """The clocks say that rank 1 receives before rank 0 sends. If rank 1 is shifted by at least 90 us, the receive follows the send."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)
     assert len(match_communications(operations)) == 2

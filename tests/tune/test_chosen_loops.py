@@ -29,7 +29,7 @@ from hostweave.tune.cost import Product
 from hostweave.tune.explain import times_of
 from hostweave.types.machine import H200
 
-# A slow machine. At the small sizes of these tests, transfers and matmuls take times of the same order, as on GPUs at large sizes.
+# A slow machine. At the small sizes of these tests, a transfer takes about as long as a matmul, as on GPUs at large sizes.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
@@ -357,7 +357,7 @@ def why_not(transport: Transport) -> str:
 @pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_DRIVER])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put loops are chosen for one host. Ranks on several hosts, as reported by the ranks or by NCCL, run a variant without these loops.
-    Ranks also do so if one rank does not support the transport of these loops."""
+    Ranks also run this variant if one rank does not support the transport of put loops."""
     channels, connected = list[str](), Group.connected
 
     def connect(group: Group, member: Any, module: ModuleType, tune: bool) -> Any:

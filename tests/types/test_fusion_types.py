@@ -121,7 +121,7 @@ def test_shard_and_unshard() -> None:
     mesh, spec = hw.Mesh(dp=2, tp=3), hw.f32["M@tp,dp", "N"]
     array = np.arange(24).reshape(12, 2)
     blocks = [spec.shard(array, rank, mesh) for rank in range(6)]
-    np.testing.assert_array_equal(blocks[1], array[4:6])  # At dp=0, tp=1, this is the first half of the second third.
+    np.testing.assert_array_equal(blocks[1], array[4:6])  # Rank 1 is at dp=0, tp=1, and has the first half of the second third.
     assert all(block.base is not None for block in blocks)
     np.testing.assert_array_equal(spec.unshard(blocks, mesh), array)
     np.testing.assert_array_equal(hw.f32["M", "N"].unshard([array] * 6, mesh), array)

@@ -31,7 +31,7 @@ DTYPES = {
     hw.i16: torch.int16,
     hw.u8: torch.uint8,
 }
-OF_TORCH = {"copy": "clone", "equal": "eq", "bitwise_invert": "bitwise_not"}  # ops with other names in torch
+OF_TORCH = {"copy": "clone", "equal": "eq", "bitwise_invert": "bitwise_not"}  # ops that torch names differently
 KINDS = [kind for kind, op in pointwise.OPS.items() if op.is_public]
 
 
@@ -61,14 +61,14 @@ def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
 
 
 def all_ops(dtype: DType) -> tuple[list[str], Fusion]:
-    """Ops that take one or two tensors of this dtype, and a program with all of them."""
+    """Ops that take one or two tensors of `dtype`, and a program with all these ops."""
     kinds: list[str] = []
 
     @hw.fusion(a=dtype["N"], b=dtype["N"])
     def program(a, b):
         results = []
         for kind in KINDS:
-            with contextlib.suppress(ProgramError):  # The op does not support this dtype.
+            with contextlib.suppress(ProgramError):  # Ops that do not support `dtype` are skipped.
                 results.append(getattr(hw, kind)(*(a, b)[: pointwise.OPS[kind].arity]))
                 kinds.append(kind)
         return tuple(results)

@@ -129,7 +129,7 @@ def test_layer(scaling: str, ranks: int) -> None:
     wide = x.astype(np.float64)
     normed = wide / np.sqrt((wide * wide).mean(1, keepdims=True) + 1e-6)
     exact = normed @ w.astype(np.float64).T
-    # This is an upper bound of the standard deviation of sums whose terms are rounded twice to 4 bits.
+    # `deviation` is an upper bound of the standard deviation of sums whose terms are rounded twice to 4 bits.
     deviation = np.sqrt(2 * 512) * 2**-4 / np.sqrt(3) * np.sqrt(0.5)
     assert np.abs(y - exact).max() < 6 * deviation
     assert np.abs(y - exact).mean() < deviation

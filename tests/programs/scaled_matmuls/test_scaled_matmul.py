@@ -1,4 +1,4 @@
-"""Scaled matmuls of 8-bit floats: granularities of scales, shardings, chunk loops, epilogues, and fallbacks to other matmuls."""
+"""Scaled matmuls of 8-bit floats: granularities of scales, shardings, chunk loops, epilogues, and matmuls that replace scaled matmuls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scales_of(kind: str, m: int, k: int, n: int) -> tuple[tuple[int, int], tuple
 
 
 def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> dict[str, Array]:
-    """Operands a [M, K] and w [N, K], and their scales s and t, which have many magnitudes."""
+    """Operands a [M, K] and w [N, K], the scales s of a, and the scales t of w. The scales have many magnitudes."""
     random = np.random.default_rng(len(kind))
     of_a, of_b = scales_of(kind, m, k, n)
     made = {name: random.standard_normal(shape) for name, shape in (("a", (m, k)), ("w", (n, k)))}
@@ -80,8 +80,8 @@ def product(
     out: hw.DType = hw.f32,
     dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3),
 ) -> Fusion:
-    """Makes a matmul for each kind of scales and each dim in `splits`. Operands and scales are sharded along the dim if their size is a
-    multiple of `ranks`, and not 1."""
+    """Makes a matmul for each kind of scales and each dim in `splits`. An operand or scale is sharded along the dim if the size of the dim
+    is a multiple of `ranks`, and not 1."""
     types: dict[str, hw.TensorType] = {}
     ends = [f"{kind}_{split}" for kind in kinds for split in splits]
     for kind, split in itertools.product(kinds, splits):

@@ -229,7 +229,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ops(ranks: int, target: str) -> None:
-    """Tests all cases on GPUs and on 4 CPU ranks, and some cases on other numbers of CPU ranks."""
+    """Tests all cases on GPUs and on 4 CPU ranks, and some cases on 1 to 3 CPU ranks."""
     if target == "cuda" and len(gpus()) < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     cases = [*CASES] if ranks == 4 or target == "cuda" else [*CASES][ranks::7]

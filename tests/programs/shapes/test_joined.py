@@ -107,7 +107,7 @@ def test_on_a_gpu(make: Callable[[int, DType], Fusion]) -> None:
 
 
 def test_a_part_is_computed_only_where_it_is_used() -> None:
-    """One kernel, without a copy, computes the concat of a rotary embedding and the ops before and after it."""
+    """One kernel computes the concat of a rotary embedding, and the ops before and after the concat. Nothing is copied."""
 
     @hw.fusion(x=hw.bf16["M", 4, 32], c=hw.bf16["M", 1, 32], s=hw.bf16["M", 1, 32])
     def turned(x, c, s):  # type: ignore[no-untyped-def]

@@ -24,7 +24,7 @@ PLACES += [pytest.param("cuda", 2, *case, marks=on_gpus) for case in ON_GPUS]
 
 @pytest.mark.parametrize(("target", "ranks", "name", "transport"), PLACES)
 def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> None:
-    """At the first call, no memory is allocated yet. Later calls have memory for other sizes."""
+    """At the first call, no memory is allocated yet. At later calls, memory for the sizes of earlier calls is allocated."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = hw.compile(fusion, target, options=hw.Options(transport=transport))
     some = sizes_of(program.host)

@@ -149,7 +149,7 @@ def test_memory_is_planned_for_the_ranks_of_each_stage(name: str) -> None:
 
 
 def test_layers_of_a_stage_are_calls_of_a_block() -> None:
-    """A block is on the mesh of its parameters. All ranks call the function, but only ranks of the mesh compute."""
+    """A block is on the mesh of its parameters. All ranks call the function of the block, but only ranks of this mesh compute."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1]), mesh.ranks([2, 3])
 
@@ -186,7 +186,7 @@ GIVEN = integer_arrays(FUSION, {"M": 6, "K": 5, "N": 4}, seed=0)
 
 
 def local(rank: int) -> list[Array | None]:
-    """Arguments of a rank. An argument is None if the input is on the other mesh."""
+    """Arguments of a rank. An argument is None if the rank is not on the mesh of the input."""
     parts = [v.type.shard(GIVEN[v.name], rank, FUSION.mesh) if holds(v.type, FUSION.mesh, rank) else None for v in FUSION.inputs]
     return [None if part is None else np.ascontiguousarray(part) for part in parts]
 

@@ -88,8 +88,8 @@ def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
 @pytest.mark.parametrize("transport", WAYS)
 @pytest.mark.parametrize("sizes", [{"N": 50}, {"M": 45}, {"K": 25}, {"M": 1, "N": 7, "K": 5}], ids=str)
 def test_sizes_that_ranks_do_not_share_evenly(sizes: dict[str, int], transport: str) -> None:
-    """If a weight has uneven shards, a call first gathers it into one buffer. If the stated N is uneven, the choices in `options` are
-    refused."""
+    """If a weight has uneven shards, a call first gathers the weight into one buffer. If the stated N is uneven, the choices in `options`
+    are refused."""
     fusion, options = layers_of(4, is_turned=False), options_of(4, transport)
     arrays = arrays_of({**SIZES, **sizes}, is_turned=False)
     program = hw.compile(fusion, options=options)

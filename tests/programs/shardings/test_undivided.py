@@ -1,4 +1,4 @@
-"""Uneven sizes. If a program with symbolic sizes does not support them, a variant runs in which these sizes are constants."""
+"""Uneven sizes. If a program with symbolic sizes does not support uneven sizes, a variant runs in which the sizes are constants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def some_axes(mesh: hw.Mesh) -> Fusion:
 
 
 def reshapes(mesh: hw.Mesh) -> Fusion:
-    """Reshapes that merge a dim with others, or split it."""
+    """Reshapes that merge two dims, or split one dim."""
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], y=hw.f32["J", "M@b"], t=hw.f32["B@a", "S", "E"], w=hw.f32["E", 3], n=hw.f32["N@a,b"])
     def reshapes(x, y, t, w, n):  # type: ignore[no-untyped-def]
@@ -164,7 +164,7 @@ def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", [5, 6, 7])
 def test_a_stated_loop_over_rows_that_ranks_share_unevenly(rows: int) -> None:
-    """The variant for uneven rows has no loop, and a warning reports this."""
+    """The variant for uneven rows has no loop. A warning reports the missing loop."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", 4])
     def looped(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

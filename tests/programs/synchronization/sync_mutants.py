@@ -1,7 +1,8 @@
-"""Removes or changes one synchronisation of a program, and counts how many of these mutants the proof of order rejects.
+"""Counts the mutants that the proof of order rejects. A mutant is a program in which one synchronisation is removed or changed.
 
 `PYTHONPATH=tests python tests/programs/synchronization/sync_mutants.py` prints a table of docs/check-tests.md. Most programs of
-`test_mutations.py` and `test_one_sided_mutations.py` are included. These tests also run the accepted mutants, whose results must be right.
+`test_mutations.py` and `test_one_sided_mutations.py` are included. The tests in these two files also run the accepted mutants, whose
+results must be right.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Programs without one of their records, waits, forks or joins.
+"""Programs that lack one record, wait, fork or join.
 
 A mutant lacks one synchronisation, and runs on the CPU device. The caller's stream writes inputs and reads outputs. Several calls are in
 flight, and outputs and temporaries are NaN before each call. If the static check rejects the mutant, one of the tried schedules must give
-wrong results, and one must report a missing dependency. Otherwise none may do so. Waits for events that are never recorded are not
-checked. Mutants without the order of channels (TURNS) are an exception: they may deadlock, but give right results.
+wrong results, and one must report a missing dependency. Otherwise, no schedule may do either. Waits for events that are never recorded are
+not checked. Mutants without the order of channels (TURNS) are an exception: they may deadlock, but give right results.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # With one stream, the recor
 MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
 
 
-# Only slow tests use these programs, because other programs have the same forks and joins.
+# Only slow tests use these programs, because programs of fast tests have the same forks and joins.
 SIMILAR = ("add", "allreduce", "allreduce_rows", "epilogues", "matmul_m", "matmul_n", "matmul_ar_flat", "reduce_scatter", "two_loops")
 SIMILAR += ("ag_matmul", "ag_matmul_beside_sums", "ag_matmul_flat", "ag_matmul_flat_across", "ag_matmul_flat_chunked")
 SIMILAR += ("matmul_rs_through_bcast",)

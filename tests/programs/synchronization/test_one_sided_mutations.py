@@ -76,7 +76,7 @@ def is_accepted(mutant: HostProgram) -> bool:
 
 
 def harmless(host: HostProgram, mutant: HostProgram) -> bool:
-    """Returns True if the check accepts the mutant and its results are right. Fails if the check accepts a mutant with wrong results."""
+    """Returns True if the check accepts a mutant with right results. Fails if the check accepts a mutant with wrong results."""
     if not is_accepted(mutant):
         return False
     arrays = integer_arrays(host, sizes_for(host), seed=0)
@@ -132,7 +132,7 @@ def test_every_instruction_is_needed_for_an_asynchronous_gather(alternative: str
 
 @pytest.mark.parametrize("alternative", ["put(3)", "get(3)", "all_gather(3)"])
 def test_every_instruction_is_needed_for_products_by_shards(alternative: str) -> None:
-    """Only the first iteration of the loop uses the local shard. All other iterations must wait for arriving shards."""
+    """Only the first iteration of the loop uses the local shard. Later iterations must wait for arriving shards."""
     transport = "two_sided" if alternative == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, choices={"@weights %whole": alternative}, transport=transport)
     host = lower(weights(alternative == "get(3)", hw.f32["K", "K@dp"]), options)
@@ -191,7 +191,7 @@ CALLS = 3  # number of calls in flight
 
 
 def fails(program: hw.Program, host: HostProgram, seed: int) -> bool:
-    """True if this schedule reveals an error: a deadlock, a missing dependency, or a wrong result."""
+    """True if the schedule of `seed` reveals an error: a deadlock, a missing dependency, or a wrong result."""
     calls = [integer_arrays(host, {"M": 6}, number) for number in range(CALLS)]
     with seeded(seed, check_dependencies=seed % 2 == 0):
         try:

@@ -21,7 +21,7 @@ from hostweave.torch.caches import requests  # noqa: E402
 from hostweave.torch.generation import TokenGraph  # noqa: E402
 
 VOCABULARY, TOKENS = 128, 64
-shares_programs = pytest.mark.xdist_group("programs of a small Llama")  # One worker runs these tests, and compiles each program once.
+shares_programs = pytest.mark.xdist_group("programs of a small Llama")  # One worker runs the marked tests, and compiles each program once.
 OF_ALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -87,7 +87,7 @@ def test_greedy_tokens(name: str, ranks: int) -> None:
 
 @cache
 def small_llama() -> tuple[Any, Any]:
-    """A module, and its compiled form for 2 ranks. Tests share the compiled module, because compiling takes most of their time."""
+    """A module, and its compiled form for 2 ranks. Tests share the compiled module, because compilation is most of a test's time."""
     module = model_of("Llama", num_hidden_layers=2)
     given = {"input_ids": torch.ones(2, 9).long(), "use_cache": False}
     return module, hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), given)
@@ -116,7 +116,7 @@ def test_ranks_of_a_group_and_sampled_tokens(monkeypatch: pytest.MonkeyPatch) ->
             both.wait()  # Two ranks must not collect garbage at once: the second collection would do nothing.
             if rank == 0:
                 assert len(replays) == 2 * (6 if prompt is first else 13)  # Prefill makes token 1, and capture makes token 2.
-                gc.collect()  # This frees reference cycles of the compilation, which keep the cache.
+                gc.collect()  # The compilation leaves reference cycles, which keep the cache.
             both.wait()
         assert graphs[0] is graphs[1]
         more = model.generate(first, **settings)
@@ -172,7 +172,7 @@ def test_a_module_of_one_token_and_a_cache() -> None:
 
 
 def test_another_thread_does_not_compile() -> None:
-    """`requests` makes `is_compiling` true only in the thread that calls it."""
+    """`requests` makes `is_compiling` true only in the thread that calls `requests`."""
     cache, found = transformers.StaticCache(config=model_of("Llama").config, max_cache_len=8), list[Any]()
 
     def run(*_: Any) -> None:
@@ -209,8 +209,8 @@ class _Done:
 
 @shares_programs
 def test_the_host_does_not_wait_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, a compiled model makes transformers detect the end of greedy sequences one step late, and undo the last step. The test does
-    this on the CPU. No step is undone if the caller gets the cache, or if tokens are sampled."""
+    """On CUDA, a compiled model makes transformers detect the end of greedy sequences one step late, and undo the last step. The test
+    enables this late detection on the CPU. No step is undone if the caller gets the cache, or if tokens are sampled."""
     utils = pytest.importorskip("transformers.generation.utils")
     if not hasattr(utils, "DeferredStopCheck"):
         pytest.skip("this version of transformers waits for each token")

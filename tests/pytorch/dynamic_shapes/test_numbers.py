@@ -33,8 +33,8 @@ class Of(nn.Module):
 
 
 class Ring(nn.Module):
-    """A cache of the last WINDOW positions. Each call writes to position `at` and to a part of the next position. It also adds to three
-    positions."""
+    """A cache of the last WINDOW positions. Each call writes to position `at` and to a part of the next position. Each call also adds to
+    three positions."""
 
     keys: Any
     places: Any

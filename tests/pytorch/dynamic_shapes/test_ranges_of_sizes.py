@@ -1,4 +1,4 @@
-"""Programs for ranges of sizes. If overlap is predicted to be faster, calls use a program with overlap once it is compiled."""
+"""Programs for ranges of sizes. If overlap is predicted to be faster, calls use a program with overlap once this program is compiled."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_range_is_compiled_while_another_module_is_traced(monkeypatch: pytest.
 def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
     """For each rank and call, True if the call runs the program for its range of sizes.
 
-    A rank compiles this program until its event in `ready` is set, or until its fourth call.
+    A rank compiles this program until the rank's event in `ready` is set, or until the fourth call.
     """
     graph: Any = SimpleNamespace(input_types={"x": hw.f32["s0", 8]})
     threads = hw.Threads(2)
@@ -114,7 +114,7 @@ def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
 
 
 def test_ranks_change_at_the_same_call() -> None:
-    """The program of one rank is ready early, and the program of the other rank at its fourth call. Both are used from this call on."""
+    """The program of rank 0 is ready early, and the program of rank 1 at the fourth call. Both are used from the fourth call on."""
     ready = [threading.Event(), threading.Event()]
     ready[0].set()
     assert of_ranks(ready) == [[False] * 3 + [True] * 5] * 2

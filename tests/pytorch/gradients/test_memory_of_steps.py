@@ -1,4 +1,4 @@
-"""Memory of a training step that is one program, according to the plan of its arena."""
+"""Memory of a training step that is one program, according to the plan of the arena."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
 
 
 def distributed(want: nn.Module, rank: int, mesh: Any, placements: list[Any]) -> nn.Module:
-    """A copy of the module. Its parameters are DTensors with the local tensors of a rank."""
+    """A copy of `want`. The parameters of the copy are DTensors with the local tensors of a rank."""
     module = copy.deepcopy(want)
     for (path, whole), placement in zip(list(want.named_parameters()), placements, strict=True):
         owner, _, name = path.rpartition(".")
@@ -186,7 +186,7 @@ def test_a_codebook() -> None:
 
 
 class Normed(nn.Module):
-    """A module with batch norms and a running average. Their statistics are buffers."""
+    """A module with batch norms and a running average. The statistics of the norms and the average are buffers."""
 
     average: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Programs of training: their functions, kernels, gathers, names and lines."""
+"""Functions, kernels, gathers, names and lines of training programs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     source = compiled.backward.sources["program.cpp"]
     kernels = re.findall(r"launch @(\w+)", compiled.backward.sources["program.hw"])
-    assert sum(name.endswith("_joined") for name in kernels) == 2  # These are the rotary embeddings of queries and keys.
+    assert sum(name.endswith("_joined") for name in kernels) == 2  # The two kernels are the rotary embeddings of queries and keys.
     assert not [name for name in kernels if "broadcast" in name]
     # The linear layer of the forward pass reads the result of the attention in place, and so does the backward pass.
     assert "copy %saved_attention" not in compiled.program.sources["program.hw"]
@@ -172,7 +172,7 @@ class Stack(nn.Module):
 
 
 def test_layers_of_a_step_are_functions() -> None:
-    """Forward pass, backward pass and update of equal layers are functions, even if other ops are between the layers."""
+    """Forward pass, backward pass and update of equal layers are functions, even if ops are between the layers."""
     torch.manual_seed(3)
     module, x = Stack().train(), torch.randn(8, 16)
     want = copy.deepcopy(module)

@@ -1,4 +1,4 @@
-"""Equal layers are traced once, and other layers separately. The graph gives the results of the module."""
+"""Equal layers are traced once, and different layers separately. The graph gives the results of the module."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def expect(module: nn.Module, *how: str) -> None:
 
 
 def test_layers_that_compute_the_same_are_traced_once() -> None:
-    """Equal layers may differ in the values of parameters and buffers. They may also differ in their indices if `forward` does not read the
-    index."""
+    """Equal layers may differ in the values of parameters and buffers. Equal layers may also have different indices if `forward` does not
+    read the index."""
     expect(of(2.0, 2.0, 2.0), "", "0", "0")
 
 

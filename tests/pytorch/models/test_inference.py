@@ -47,7 +47,7 @@ BY_NAME = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in M
 
 @cache
 def model(name: str) -> Any:
-    """The model with this name, and its inputs. Tests share them."""
+    """The model with this name, and its inputs. Tests share the model and the inputs."""
     torch.manual_seed(1)
     return MODELS[name]()
 

@@ -33,7 +33,7 @@ def test_losses_gradients_and_parameters(name: str, ranks: int) -> None:
         most = max(float(one.grad.abs().max()) for one in want.parameters() if one.grad is not None)
         for (path, one), other in zip(module.named_parameters(), want.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None), path
-            if other.grad is not None:  # Some gradients, such as those of key biases, are only roundoff.
+            if other.grad is not None:  # Some gradients, such as gradients of key biases, are only roundoff.
                 atol = 1e-4 * max(float(other.grad.abs().max()), 1e-2 * most)
                 torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=atol, msg=lambda why, at=path: f"{at}: {why}")
         for optimizer in optimizers:

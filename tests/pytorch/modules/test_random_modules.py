@@ -179,7 +179,7 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
 
 
 class Plain(nn.Module):
-    """A layer without a residual. Its backward pass may need its input and its output. The layer may have only one parameter."""
+    """A layer without a residual. The backward pass may need the layer's input and output. The layer may have only one parameter."""
 
     def __init__(self, activation: Callable[[Any], Any], bias: bool, frozen: bool, noise: float):
         super().__init__()

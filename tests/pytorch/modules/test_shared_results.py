@@ -1,4 +1,4 @@
-"""Results on 1 and 2 ranks that share memory with arguments, tensors of the module or other results, compared with torch."""
+"""Results that share memory with arguments, with tensors of the module or with each other, compared with torch on 1 and 2 ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix factorisations, composed of other ops, are compared with torch's. Most tests run the factorisations eagerly."""
+"""Matrix factorisations, composed of simpler ops, are compared with torch's factorisations. Most tests run the factorisations eagerly."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_results_are_laid_out_as_by_torch() -> None:
 class OfSamples(torch.nn.Module):
     """Inverts regularised covariances, and computes the log-determinants of covariances, for each element of a batch.
 
-    The covariance of two samples is singular. The check in `hw.compile` uses small sizes, so it computes with such matrices.
+    The covariance of two samples is singular. The check in `hw.compile` uses small sizes, so this check computes with singular covariances.
     """
 
     def __init__(self) -> None:

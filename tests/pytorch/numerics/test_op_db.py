@@ -33,7 +33,7 @@ KINDS = {
     "bool, forward": torch.bool,
 }
 ON_PAGE = [kind for kind in KINDS if f"\n## {kind}\n" in PAGE.read_text()]  # kinds that the page has
-ONE_WORKER = pytest.mark.xdist_group("op_db")  # One worker runs these tests, because the import of the database takes 1.3 s.
+ONE_WORKER = pytest.mark.xdist_group("op_db")  # One worker runs the marked tests, because the import of the database takes 1.3 s.
 CASES = [
     pytest.param(number, ranks, marks=ONE_WORKER if ranks == 2 and number % 8 == 0 else pytest.mark.slow)
     for number in range(BATCHES)
@@ -44,7 +44,7 @@ GRADIENTS_ARE_WRONG_IN_TORCH = ("as_strided_scatter",)  # torch's gradient of el
 
 
 def refused_entries(kind: str) -> set[str]:
-    """Entries that the page lists as refused in this kind, or in "float32, forward"."""
+    """Entries that the page lists as refused for `kind`, or for "float32, forward"."""
     found = set[str]()
     for section in PAGE.read_text().split("\n## ")[1:]:
         if section.partition("\n")[0] in (kind, "float32, forward"):
@@ -80,7 +80,8 @@ def expect_as_torch(batch: list[Entry], ranks: int, rtol: float = 1e-4) -> None:
 
 
 def _is_nearer(mine: list[torch.Tensor], theirs: list[torch.Tensor], exact: list[torch.Tensor]) -> bool:
-    """True if no 16-bit result is farther from its float32 result than torch's. In some ops, torch rounds more often."""
+    """True if each 16-bit result of Hostweave is at least as near to the float32 result as torch's result. In some ops, torch rounds more
+    often."""
     errors = [
         [max((one.double() - right.double()).abs().flatten().tolist(), default=0.0) for one, right in zip(of, exact, strict=True)]
         for of in (mine, theirs)

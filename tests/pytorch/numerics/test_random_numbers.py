@@ -38,8 +38,8 @@ def compiled(draw: Callable[..., Any], ranks: int = 2, x: Any = X) -> Any:
     return hostweave.torch.compile(Drawing(draw).train(), hw.Mesh(tp=ranks), plan, (x,))
 
 
-# A function of x, and the mean, the standard deviation, and the bounds of its results. If a distribution is unbounded, values beyond
-# these bounds are very improbable.
+# A function of x, with the mean, the standard deviation, and the bounds of the function's results. If a distribution is unbounded, values
+# beyond these bounds are very improbable.
 DRAWN: dict[str, tuple[Callable[..., Any], float, float, float, float]] = {
     "rand": (lambda x: torch.rand(64, 96) + 0 * x, 0.5, 12**-0.5, 0, 1),
     "rand_like": (lambda x: torch.rand_like(x, dtype=torch.float64), 0.5, 12**-0.5, 0, 1),
@@ -124,7 +124,7 @@ def test_threads_use_the_numbers_of_rank_0() -> None:
 
 @pytest.mark.parametrize("has_board", [True, False])
 def test_processes_with_other_seeds_are_refused(has_board: bool) -> None:
-    """Simulates a group of two processes. The first process draws the seeds 1 and 2. This process draws other seeds."""
+    """Simulates a group of two processes. Rank 0 draws the seeds 1 and 2. Rank 1, which is the process of the test, draws other seeds."""
 
     class TwoProcesses:
         in_process, rank, count, can_coordinate, call_timeout = False, 1, 2, True, 1.0

@@ -1,5 +1,5 @@
-"""Special functions that are composed of other ops, mostly compared with torch's in float64. Also integer powers, gcd, lcm, quantile and
-frexp."""
+"""Special functions that are composed of simpler ops, mostly compared with torch's functions in float64. Also integer powers, gcd, lcm,
+quantile and frexp."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ case(aten.cummax.default, BOOLS, -1)
 case(aten.cumprod.default, BOOLS, 0)
 case(aten.cumprod.default, INTS.to(u8), 0, dtype=f64)
 
-# --- searches. torch's result is undefined if the boundaries contain NaN, because they are not sorted then. ---
+# --- searches. torch's result is undefined if the boundaries contain NaN, because boundaries with NaN are not sorted. ---
 VALUES = torch.tensor([NAN, INF, -INF, -0.0, 0.0, 1.0, 2.5, 3.0, 1e-40])
 for bounds in (torch.tensor([0.0, 1.0, 1.0, 2.5]), torch.tensor([-INF, -0.0, 0.0, INF]), torch.empty(0)):
     for right in (False, True):
@@ -247,7 +247,7 @@ for a in (torch.zeros(2, 2), torch.tensor([[1.0, 2.0], [2.0, 4.0]])):
 case(aten.linalg_cholesky_ex.default, torch.tensor([[4.0, NAN], [1.0, 3.0]]))
 case(aten.linalg_solve_triangular.default, torch.tensor([[1.0, NAN], [2.0, 3.0]]), torch.tensor([[1.0], [2.0]]), upper=False)
 
-# Numbers of compared results. Later results differ on CPU and CUDA, such as the index of a median, or serve only torch's derivative.
+# Number of compared results per op. Later results differ on CPU and CUDA, such as the index of a median, or serve only torch's derivative.
 COMPARED = {
     aten.kthvalue.default: 1,
     aten.median.dim: 1,

@@ -327,7 +327,7 @@ def test_a_parameter_is_returned() -> None:
 
 
 def test_hooks_of_the_first_call_stay() -> None:
-    """Models of transformers record hidden states with such hooks."""
+    """Models of transformers record hidden states with hooks that the first call registers."""
     module, x = Then(F.relu), torch.ones(ROWS, DIM)
     plain = module.forward
 

@@ -239,7 +239,7 @@ def test_actions_follow_the_actions_they_depend_on(schedule: str, stages: int, p
 
 
 def test_1f1b_keeps_few_micro_batches() -> None:
-    """Stage s of S has at most S - s micro-batches between their forward and backward pass."""
+    """At stage s of S, at most S - s micro-batches are between forward and backward pass."""
     kept, most = [0] * 4, [0] * 4
     for kind, stage, _ in schedule_of("1f1b", 4, 4, 16):
         kept[stage] += 1 if kind == "forward" else -1

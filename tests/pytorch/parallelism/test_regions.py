@@ -74,7 +74,7 @@ def gradients(model: Any, x: Any, module: Any) -> list[torch.Tensor]:
 
 @pytest.mark.extra
 def test_backend_on_one_rank() -> None:
-    """torch.compile finds the backend by its name. Equal layers are one function, and parameters have names of the module."""
+    """torch.compile finds the backend by the name `hostweave`. Equal layers are one function, and parameters have names of the module."""
     module = Model().eval()
     backend = Backend()
     with torch.no_grad():

@@ -52,7 +52,7 @@ def errors_of(output: Path) -> Path:
 
 
 def forked(folder: Path, variables: list[dict[str, str]], script: Path, *arguments: str) -> list[str]:
-    """Lines that a script prints on the CPU. Each element of `variables` is for one process, which adds it to its environment."""
+    """Lines that a script prints on the CPU. Each element of `variables` is added to the environment of one process."""
     files = [folder / f"output_{number}" for number in range(len(variables))]
     processes = [FORKS.Process(target=run_script, args=([str(script), *arguments], *own)) for own in zip(variables, files, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
@@ -162,7 +162,7 @@ mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 @pytest.mark.parametrize("name", ["DTensor", pytest.param("shard_map", marks=pytest.mark.extra("jax"))])
 def test_the_same_program_in_another_system(name: str, tmp_path: Path) -> None:
-    """Runs the code of a documentation page in a separate process, because the other system has global state."""
+    """Runs the code of a documentation page in a separate process, because torch.distributed and JAX have global state."""
     text = (DOCS / "coming-from.md").read_text()
     found = re.search(rf"## {name}\n\n```py\n(.*?)```", text, re.DOTALL)
     arrays = re.search(r"(import numpy.*?)@hw", text, re.DOTALL)

@@ -311,7 +311,7 @@ def test_replayed_steps_have_the_numbers_of_recorded_steps(kind: str, monkeypatc
 
 
 def test_a_step_that_becomes_another() -> None:
-    """From its sixth step on, RAdam uses another formula, so the sixth call raises an error."""
+    """From the sixth step on, RAdam uses a different formula, so the sixth call raises an error."""
     module = Mlp()
     optimizer = torch.optim.RAdam(module.parameters())
     step, x = compiled(module, optimizer), torch.randn(4, 8)

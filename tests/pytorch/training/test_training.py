@@ -49,7 +49,7 @@ def expect_training(name: str, ranks: int, steps: int, device: str = "cpu", dtyp
     return compiled
 
 
-LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # (model, ranks): all STEPS on the CPU; other pairs train for one step there
+LONG = [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)]  # (model, ranks) with STEPS steps on the CPU; all other pairs have one step
 QUICK = [*LONG, ("vit", 4)]  # pairs that contain every model and every mesh; other pairs run with -m slow
 PAIRS = [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in product(MODELS, MESHES)]
 
@@ -152,7 +152,7 @@ def test_a_step_is_one_program() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))])
 def test_steps_of_models_are_one_program(name: str) -> None:
-    """The program of a step has three functions for its layers: forward, backward and update."""
+    """The program of a step has three functions for the layers: forward, backward and update."""
     module, inputs, plan = training_model(name, 2)
     want = copy.deepcopy(module)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (module, want)]

@@ -29,7 +29,7 @@ PEER = hw.Options(transport="peer")
 
 @cache
 def shared(ranks: int) -> tuple[Any, hw.Program]:
-    """Returns a fusion and its program, which gather an input, an output, and the weights of a function with two calls."""
+    """Returns a fusion and its program, which gather an input, an output, and the weights of a block that is called twice."""
 
     @hw.block(x=hw.f32["M", "K"], w=hw.f32["K@x", "K"])
     def layer(x, w):  # type: ignore[no-untyped-def]
@@ -68,7 +68,7 @@ def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, boun
 
 def copied(ranks: int, *more: Any, seed: int = 0) -> int:
     """Number of bytes that all ranks together copy in one call."""
-    shared(ranks)  # This compiles the program once. Otherwise, each thread would compile it.
+    shared(ranks)  # Without this call, each thread would compile the program.
     provider, before = hw.Threads(ranks), counted()["copied_bytes"]
     provider.run(lambda rank: call(ranks, seed, *more[:1], hw.init(provider), *more[1:]))
     return counted()["copied_bytes"] - before
@@ -87,7 +87,7 @@ def test_arrays_in_windows_are_not_copied(ranks: int) -> None:
 
 def test_in_random_schedules() -> None:
     """Ranks may be in different calls while windows are written and freed."""
-    shared(3)  # This compiles the program once. Otherwise, each thread would compile it.
+    shared(3)  # Without this call, each thread would compile the program.
     provider = hw.Threads(3)
 
     def rank(rank: int) -> None:

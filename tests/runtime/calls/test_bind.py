@@ -52,7 +52,7 @@ def test_every_call_uses_the_bound_inputs(ranks: int) -> None:
         w, b, x = own(W, rank, ranks, 1), B.copy(), own(X, rank, ranks, 0)
         mine, others = program.bind(w=w, b=b), program.bind(w=2 * w, b=b)
         for scale in (1, 3):
-            b *= scale  # A bound input is not copied. A call reads its current values.
+            b *= scale  # A bound input is not copied. A call reads the current values of the input.
             want = own(X @ W + scale * B, rank, ranks, 0)
             np.testing.assert_array_equal(mine(x), want)
             np.testing.assert_array_equal(mine(x=x, out=np.empty_like(want)), want)

@@ -24,7 +24,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_replays_between_calls(ranks: int) -> None:
-    """Replays two graphs of one program with new inputs. Most calls between the replays have other sizes."""
+    """Replays two graphs of one program with new inputs. Most calls between the replays have sizes that no replay has."""
     program, threads = PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(6)]
     others = [arrays_of(size * ranks) for size in (4, 8, 32, 2, 64, 4)]
@@ -98,7 +98,7 @@ SEEDS = 4
 def test_a_captured_call_depends_only_on_the_capture(name: str, ranks: int) -> None:
     """A captured call waits for no event outside of the capture, joins all streams, does not allocate, and does not query the device.
 
-    In the pipeline `two_stages`, a rank waits only for some ranks. So it may launch while other ranks still capture.
+    In the pipeline `two_stages`, a rank waits only for some ranks. So a rank may launch while other ranks still capture.
     """
     check_replays(fusion_of(name, ranks, 3, hw.bf16))
 
@@ -188,7 +188,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
 
 
 def test_calls_with_collectives_are_graphs_on_all_ranks_or_on_none() -> None:
-    """NCCL requires that all ranks capture a collective, or none. One rank passes a new output in each of its first five calls."""
+    """NCCL requires that all ranks or no ranks capture a collective. One rank passes a new output in each of its first five calls."""
     program, threads = mlp_on(2, graph="auto", transport="two_sided"), hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)

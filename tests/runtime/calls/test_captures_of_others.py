@@ -117,7 +117,7 @@ def test_captures_of_others(ranks: int) -> None:
 
 @pytest.mark.parametrize("call", ["cudaStreamCreate", "cudaMalloc"])
 def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
-    """The other ranks are informed. The group stays usable, and the next capture works."""
+    """The rank whose call does not fail is informed. The group stays usable, and the next capture works."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)

@@ -62,7 +62,7 @@ def test_a_program_in_a_jitted_function() -> None:
 
 
 # Script of one rank. The first weight is sharded by columns. The second and the third call depend only on the first call, so JAX may run
-# these two in either order.
+# these two calls in either order.
 RANK = """
 import sys
 import jax, numpy as np

@@ -1,4 +1,4 @@
-"""Arrays of a recent call are not checked again unless they have changed."""
+"""Arrays of a recent call are checked again only if the arrays have changed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_changes_of_a_numpy_array_are_detected(checks: list[str]) -> None:
     kept.flags.writeable = True
     PROGRAM(x, kept, w)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy deprecates this from version 2.5 on.
+        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy 2.5 and later deprecate assignments to `dtype`.
         x.dtype = np.int32
     with pytest.raises(ArgumentError, match="x: expected f32"):
         PROGRAM(x, kept, w)

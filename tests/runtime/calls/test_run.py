@@ -271,7 +271,7 @@ def test_wrong_arguments_of_compile_and_measure() -> None:
     ],
 )
 def test_without_gpus(version: str | None, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run, a call in a group, and the demo raise an error before anything is built, if they need more GPUs than there are."""
+    """If the machine has too few GPUs, a run, a call in a group, and the demo raise an error before anything is built."""
 
     def build(*_: Any) -> None:
         raise AssertionError("something is built")

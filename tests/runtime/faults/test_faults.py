@@ -85,7 +85,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         program.build()
         device.fail(call, nth)
         if not (report := report_of(how, program)):
-            break  # The program makes fewer than `nth` of these calls, so none failed.
+            break  # The program makes fewer than `nth` of these calls, so no call failed.
         assert f"{call}: made to fail" in report
         device.fail("", 0)
         np.testing.assert_array_equal(how(program), X @ W)

@@ -76,7 +76,7 @@ def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_p
 
 
 def test_the_device_has_memory_for_one_of_its_threads(tmp_path: Path) -> None:
-    """The CPU device can start one thread, but not the next one. It must end the started thread, which would otherwise wait forever."""
+    """The CPU device can start one thread, but not two. The device must end the thread, which would otherwise wait forever."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("the device has one thread on a machine with one core")
     # Threads of Python have stacks of 1 MiB. Threads of the device have stacks of 128 MiB, the limit that prlimit sets.

@@ -206,7 +206,7 @@ def test_freeing_a_program_waits_for_no_rank(monkeypatch: pytest.MonkeyPatch) ->
     started = time.monotonic()
     check_results(on_ranks(lambda rank: fresh(x_of(rank), W)), X @ W)
     assert not garbage
-    assert time.monotonic() - started < 60  # If freeing waited for a rank, the device would report this after 120 s.
+    assert time.monotonic() - started < 60  # If freeing waited for a rank, the device would report the wait after 120 s.
 
 
 def test_channels_are_made_once_and_freed() -> None:

@@ -176,7 +176,7 @@ store.close()
 
 @pytest.mark.extra("torch")
 def test_torch_distributed_with_the_same_environment() -> None:
-    """Ranks can meet before and after torch.distributed is initialised with the same MASTER_PORT. They can also meet through the default
+    """Ranks can meet before and after torch.distributed is initialised with the same MASTER_PORT. Ranks can also meet through the default
     store of torch.distributed."""
     script = """
 import os

@@ -136,7 +136,7 @@ def test_a_closed_store_has_no_connection(server: TcpServer) -> None:
 
 
 def test_the_first_process_that_ends_is_named(server: TcpServer, tcp_store: TcpStore) -> None:
-    """The end of the first process may have caused the end of the others."""
+    """The end of the first process may have caused the end of the other processes."""
     ranks = [TcpStore([("127.0.0.1", server.port)], "job", 5) for _ in range(3)]
     for rank, store in enumerate(ranks):
         store.on_disconnect("failed", f"rank {rank}".encode())

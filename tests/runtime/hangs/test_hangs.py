@@ -38,8 +38,8 @@ IS_FAULTY = f"{ALWAYS} && w[0] == 99"
 
 
 def with_fault(folder: Path, transport: str, place: str, fault: str) -> hw.Program:
-    """Returns ag_matmul with `fault` inserted before the text `place` of its C++. A fault such as `if (...)` makes the statement
-    at `place` conditional."""
+    """Returns ag_matmul with `fault` inserted before the text `place` in the C++ code. A fault such as `if (...)` makes the statement at
+    `place` conditional."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOSTWEAVE_EDIT", str(folder))
         options = hw.Options(transport=transport)
@@ -270,7 +270,7 @@ def summed_only_here(x):
 
 
 def test_messages_name_the_users_line() -> None:
-    """Adding the user's lines to a message a second time does not repeat them."""
+    """If the user's lines are added to a message twice, the message names each line once."""
     module = hw.compile(summed_only_here).compiled.module
     lines = Path(str(module.__file__)).with_name("program.cpp").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, start=1) if "ncclAllReduce" in line)

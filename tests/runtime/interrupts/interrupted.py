@@ -21,7 +21,7 @@ import numpy as np
 
 import hostweave as hw
 
-# For each WHAT, the longest time in seconds from the start of the work to its interrupt.
+# For each WHAT, the longest time in seconds from the start of the work to the interrupt.
 SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}
 SOON = 10.0  # The limit in seconds is long, because other tests may use the machine.
 RANKS = 2

@@ -30,8 +30,8 @@ TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 
 def interrupt_at_random_moments(what: str, to: str, count: int, target: str = "cpu") -> None:
-    """Runs a process that interrupts its own work. With "process", only this process gets the signal, as from Jupyter. With "group", its
-    compilers also get the signal, as from a terminal."""
+    """Runs a process that interrupts its own work. With "process", only this process gets the signal, as from Jupyter. With "group", the
+    compilers that the process starts also get the signal, as from a terminal."""
     command = [sys.executable, str(SCRIPT), what, to, "0", str(count), target]
     done = run(command, env=environment(), timeout=550, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr
@@ -232,7 +232,7 @@ print("hang:", len(children))
 
 @pytest.mark.parametrize("pause", [0.03, 0.2])
 def test_a_fork_while_another_thread_makes_its_first_run(pause: float, tmp_path: Path) -> None:
-    """The child does not block on a lock or an import. The child can build programs. It raises an error if it runs a program."""
+    """The child does not block on a lock or an import. The child can build programs. The child raises an error if it runs a program."""
     env = environment(HOSTWEAVE_CACHE=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", FORKS, str(pause)], env=env, capture_output=True, text=True, timeout=300)
     *said, hang = done.stdout.splitlines()

@@ -130,8 +130,8 @@ def test_a_call_that_exceeds_its_time_limit_is_reported_with_all_ranks(capsys: p
 
 
 def test_a_rank_sends_its_message_before_it_aborts_its_channels() -> None:
-    """A rank that closes its group tells the other ranks before it frees its channels. NCCL may block until the other ranks abort their
-    channels, which they do only after the message."""
+    """A rank that closes its group sends a message to the other ranks before it frees its channels. NCCL may block until the other ranks
+    abort their channels. The other ranks abort only after the message."""
 
     def rank(group: hw.Group) -> list[int]:
         class Channel:

@@ -285,7 +285,7 @@ def test_rank_0_is_stopped_before_the_first_call() -> None:
             first.kill()
         group.close()
         for thread in threading.enumerate():
-            if thread.name == "hostweave watchdog of stopped":  # its report would reach the terminal after the test
+            if thread.name == "hostweave watchdog of stopped":  # The report of this thread would reach the terminal after the test.
                 thread.join(20)
 
 
