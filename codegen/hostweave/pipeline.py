@@ -113,8 +113,8 @@ _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 # These passes take the whole program. Every other pass runs on each function as a separate program, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
-# Invariants of the host IR. The first pass of an entry establishes the invariant. The second pass, if any, may break it. A user's host
-# program need not satisfy the invariants. `LEVELS` has the rules of the fusion IR.
+# Invariants of the host IR. The first pass of an entry establishes the invariant. The second pass, if any, may break the invariant. A
+# user's host program need not satisfy the invariants. `LEVELS` has the rules of the fusion IR.
 FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
     (kernels_are_single, lower_to_host, multiply_few_rows),
     (nothing_is_freed, lower_to_host, plan_memory),
@@ -126,8 +126,8 @@ Observer = Callable[[str, Fusion | HostProgram], None]
 
 
 def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
-    """Lowers a fusion to a host program. If the fusion already has chunk loops, skips `choose_overlap` and all passes before it. A host
-    program is only verified.
+    """Lowers a fusion to a host program. If the fusion already has chunk loops, skips all passes up to and including `choose_overlap`. A
+    host program is only verified.
 
     `observe(name, program)` is called first for the input, with the name "input", then for the result of each pass.
     """
@@ -203,7 +203,7 @@ def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostPro
 
 
 def level_of(stage: str) -> str:
-    """Last stage, up to this one, with an entry in LEVELS."""
+    """Last stage up to `stage` that has an entry in LEVELS."""
     return next(name for name in _STAGES[_STAGES.index(stage) :: -1] if name in LEVELS)
 
 
@@ -218,7 +218,7 @@ def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """The same computation on one device, and the dtypes of its values. If there is none, returns the reason and an empty set."""
+    """The same computation on one device, and the dtypes of its values. If impossible, returns the reason and an empty set."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):

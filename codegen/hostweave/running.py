@@ -45,7 +45,7 @@ def _tell_once(text: str) -> None:
 
 
 class Family:
-    """Identity that a program shares with its variants. A reference to it keeps no variant alive."""
+    """Identity that a program shares with its variants. A reference to the identity keeps no variant alive."""
 
 
 class Running:
@@ -61,7 +61,7 @@ class Running:
         self._lock = reset_after_fork(threading.Lock())
 
     def bind(self, held: BoundInputs | None, arrays: ArraysByName) -> BoundInputs:
-        """Binds these inputs in addition to the inputs that `held` binds."""
+        """Binds `arrays` in addition to the inputs that `held` binds."""
         return BoundInputs(self.compiled.host, self.compiled.target, arrays, held)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Running:
         return self.compiled.module
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
-        """Makes a call. If the chosen chunk loops cannot split its sizes evenly, the variant without these loops makes the call."""
+        """Makes a call. If the chosen chunk loops cannot split the call's sizes evenly, the variant without these loops makes the call."""
         try:
             return call(self)
         except LoopsDoNotDivide:
@@ -101,7 +101,7 @@ class Running:
         return self.bind(None, arrays) if arrays else None
 
     def _for_windows(self, group: Group, bound: BoundInputs, arrays: Arrays, out: Any) -> Running:
-        """Variant that accesses arguments in place if they are in windows, or self."""
+        """Variant that accesses arguments in windows in place, or self."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
         if not may_lie or not host.optional_transports:
@@ -239,7 +239,7 @@ class Running:
     def measure(
         self, what: str, held: BoundInputs | None, given: GivenArrays, warmups: int, repetitions: int
     ) -> tuple[Compiled, list[list[Timing]]]:
-        """Returns the variant for these arrays, and the times of its calls. If `what` is "timeline", a copy with marks runs."""
+        """Returns the variant for these arrays, and the times of its calls. For "timeline", a copy of the variant runs, with marks."""
         marks = what == "timeline"
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
             raise ArgumentError(
@@ -258,13 +258,13 @@ class Running:
         return self._here()._or_in_sequence(run)
 
     def _here(self) -> Running:
-        """Returns self, or the variant without optional transports if the ranks of this process cannot use all of them."""
+        """Returns self. If ranks of this process cannot use all optional transports, returns the variant without them."""
         reach = partial(self._on_all_ranks, lambda _, programs: programs[0].out_of_reach)
         why = self._lacks or (interruptibly(reach) if self.compiled.host.optional_transports else "")
         return self._without(why)._here() if why else self
 
     def sizes_of(self, held: BoundInputs | None, arrays: Arrays, named: ArraysByName, whole: bool = False) -> dict[str, int]:
-        """Sizes that these arrays determine. With `whole`, the arrays are local, and only dims that are not sharded count."""
+        """Sizes that the given arrays determine. With `whole`, the arrays are local, and only dims that are not sharded count."""
         bound = held or self._nothing_bound
         given = zip(bound.unbound, ordered_inputs(self.name, bound.unbound, bound.arrays, arrays, named), strict=True)
         shapes = bound.shapes() | {p.name: shape for p, array in given if (shape := shape_given(array)) is not None}

@@ -26,8 +26,8 @@ class MeasuredAlgorithms:
         self._use(self._saved())
 
     def agree(self, gather: Callable[[str], list[str]]) -> None:
-        """Makes all ranks use the same algorithms: for each problem, the algorithm of the lowest rank that knows one. `gather` returns the
-        texts of all ranks."""
+        """Makes all ranks use the same algorithms: for each problem, the algorithm of the lowest rank that knows an algorithm. `gather`
+        returns the texts of all ranks."""
         for record in reversed(gather(json.dumps(self._known()))):
             self._use(json.loads(record))
 

@@ -47,7 +47,7 @@ def expect_count(program: str, parameters: Sequence[Parameter], arrays: Sequence
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[ArrayLibrary, Array]:
-    """Checks an array against a parameter's type. Returns its library, and the array in the form of `ArrayLibrary.accept`."""
+    """Checks an array against a parameter's type. Returns the array's library, and the array in the form of `ArrayLibrary.accept`."""
     try:
         library = library_of(array)
     except TypeError as error:
@@ -131,7 +131,7 @@ class BoundInputs:
 
     @cached_property
     def blocks(self) -> list[dict[str, ArrayView]]:
-        """For each rank, its blocks of the bound arrays, which must be global."""
+        """For each rank, the rank's blocks of the bound arrays. The arrays must be global."""
         types = {parameter.name: parameter.type for parameter in self._host.arguments}
         return [
             {name: block(*library_and_array, types[name], self._host.mesh, rank) for name, library_and_array in self.arrays.items()}
@@ -148,7 +148,7 @@ def block(library: ArrayLibrary, array: Array, type_: TensorType, mesh: Mesh, ra
 
 
 def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> None:
-    """Checks dims with constant sizes: each must have the global size, or the local size of some rank."""
+    """Checks dims with constant sizes: each dim must have the global size, or the local size of some rank."""
     mesh = type_.mesh_in(mesh)
     for index, (dim, size) in enumerate(zip(type_.dims, shape, strict=True)):
         if not dim.size.is_int:

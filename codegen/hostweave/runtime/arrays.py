@@ -39,7 +39,7 @@ class ArrayLibrary(Protocol):
         return array
 
     def dtype(self, array: Array) -> DType | str:
-        """Element type, or its name if Hostweave does not have it."""
+        """Element type, or the name of the type if Hostweave lacks the type."""
         return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:
@@ -65,7 +65,7 @@ class ArrayLibrary(Protocol):
         """Makes `empty` allocate for use on a cudaStream_t, or on the current stream if `stream` is None."""
 
     def wait(self, device: int) -> None:
-        """Waits for all work on the library's current stream of that device."""
+        """Waits for all work on the library's current stream of `device`."""
 
 
 class ArrayView(NamedTuple):
@@ -212,7 +212,7 @@ class _Jax(NumpyLibrary):
 
 
 class _AnyDLPack(NumpyLibrary):
-    """Arrays of other libraries with DLPack, in host memory."""
+    """Arrays in host memory, of any other library with DLPack."""
 
     gives_copies: bool = True  # the library may copy
 

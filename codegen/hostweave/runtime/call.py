@@ -88,7 +88,7 @@ class GlobalCall:
 
 
 def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: Sequence[Array], named: Mapping[str, Array]) -> GlobalCall:
-    """Call with these global arrays, by position or name, and with the bound arrays. Raises LoopsDoNotDivide; see `expect_divided`."""
+    """Call with the given global arrays, by position or name, and with the bound arrays. Raises LoopsDoNotDivide; see `expect_divided`."""
     expected = {p.name: p.type for p in program.arguments}
     arrays = ordered_inputs(program.name, bound.unbound, bound.arrays, given, named)
     new_arrays = {p.name: accept(program.name, target, p.name, p.type, array) for p, array in zip(bound.unbound, arrays, strict=True)}

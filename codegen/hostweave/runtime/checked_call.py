@@ -42,7 +42,7 @@ class CheckedCall:
     """Addresses and shapes of the checked arrays of a call. Keeps no array alive."""
 
     table: BoundTable
-    library: ArrayLibrary | None  # library of the first array that the call passes on this rank, otherwise that of the table
+    library: ArrayLibrary | None  # library of the first array that the call passes on this rank, otherwise the library of the table
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
     sizes: tuple[tuple[str, int], ...]  # sizes= of the caller
@@ -54,14 +54,14 @@ class CheckedCall:
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of all inputs: those that are bound, and those that the call passes."""
+        """Shapes of all inputs: bound inputs, and inputs that the call passes."""
         rest = iter(self.shapes)
         return tuple(next(rest) if shape is None else shape for shape in self.table.shapes)
 
 
 class Arguments:
     """Checks the arrays of calls on a rank. Arrays must fit their parameters and the caller's sizes, and a written array must not overlap
-    another."""
+    another array."""
 
     def __init__(
         self,
@@ -225,8 +225,8 @@ class Arguments:
         return handle
 
     def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
-        """Shapes of the global inputs. Computes them if the caller passes sizes, or if some arguments exist only on some ranks and the
-        ranks do not compare shapes. Otherwise None."""
+        """Shapes of the global inputs. Computes these shapes if the caller passes sizes, or if some arguments exist only on some ranks and
+        the ranks do not compare shapes. Otherwise None."""
         if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
             return None
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)

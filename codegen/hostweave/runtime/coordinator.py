@@ -1,6 +1,6 @@
 """Coordination of ranks: in a gather, each rank contributes a record, and gets the records of all ranks.
 
-Most records are signatures of calls. The ranks compare signatures to check that all are about to make the same call.
+Most records are signatures of calls. The ranks compare signatures to check that all ranks are about to make the same call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Failed(Exception):
 
 
 class Coordinator:
-    """One rank's access to the gathers and the state of its group. This base class is for ranks that cannot exchange messages; it assumes
+    """One rank's access to the gathers and the state of its group. This base class is for ranks that cannot exchange messages, and assumes
     that all records are equal."""
 
     blocks_on_failure = False  # True if `failure` returns at once when a rank reports a failure
@@ -294,7 +294,7 @@ class CallSignature:
 
     program: str
     mesh: str
-    digest: str  # hash of all that determines the program
+    digest: str  # hash of everything that determines the program
     shapes: tuple[Shape, ...] = ()  # for a call: shapes of the inputs that are not bound, or of all inputs
     spans: tuple[ByteRange, ...] = ()  # memory of the rank's arguments, if ranks are threads
     error: str = ""

@@ -28,7 +28,7 @@ class CpuSchedule:
         return self.seeded or self.buffered_sends == 1 or self.check_dependencies == 1
 
 
-_schedule: ContextVar[CpuSchedule] = ContextVar("hostweave_schedule", default=CpuSchedule())  # noqa: B039  it is frozen
+_schedule: ContextVar[CpuSchedule] = ContextVar("hostweave_schedule", default=CpuSchedule())  # noqa: B039  CpuSchedule is frozen
 
 
 def schedule() -> CpuSchedule:
@@ -51,9 +51,9 @@ def seeded(
     seed selects the strategy, usually pct.
 
     With `ordered_launches`, operations of a communicator run in the order in which they were enqueued, even on different streams. With
-    `buffered_sends`, a send may complete before its recv starts. If one of these two is None, the seed decides. `check_dependencies`, on by
-    default, reports conflicting accesses that the program does not order, even if they do not collide in this run. Raises ArgumentError for
-    an unknown picker.
+    `buffered_sends`, a send may complete before its recv starts. If one of these two settings is None, the seed decides.
+    `check_dependencies`, on by default, reports conflicting accesses that the program does not order, even if the accesses do not collide
+    in this run. Raises ArgumentError for an unknown picker.
 
     Example: `with cpu.seeded(7): y = program.run(x, w)`.
     """
@@ -66,7 +66,7 @@ def seeded(
 def parallel(
     *, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0
 ) -> AbstractContextManager[None]:
-    """Runs all ready operations of the CPU target in parallel. This is the default.
+    """Runs all ready operations of the CPU target in parallel. This schedule is the default.
 
     `check_dependencies` and `buffered_sends` are as in `seeded`, but off by default. If no rank makes progress for `timeout_seconds`, `run`
     and similar calls raise an error with a report. On the CUDA target, `timeout_seconds` limits the time per call instead.

@@ -115,7 +115,7 @@ class FallibleGroup:
             within(SEND_TIMEOUT, send)
 
     def abort(self, reason: str) -> None:
-        """Aborts this rank's waits for other ranks. The group cannot be used afterwards, but other groups can use its devices."""
+        """Aborts this rank's waits for other ranks. The group cannot be used afterwards, but other groups can use the same devices."""
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or reason
             members = list(self.members.values())
@@ -153,8 +153,8 @@ class FallibleGroup:
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Tells the watchdogs of the other ranks that this rank is about to join the next gather. If the gather compares sizes, `sizes`
-        are those of call `call`."""
+        """Tells the watchdogs of the other ranks that this rank is about to join the next gather. If the gather compares sizes, `sizes` are
+        the sizes of call `call`."""
         if not self.in_process:  # threads detect a late rank without a message
             self._send(lambda: self.coordinator.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 

@@ -123,7 +123,7 @@ class _Choice:
         return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
-        """Yields producers of operands that can run in the loop. Each comes with the further consumers that must join the loop."""
+        """Yields producers of operands that can run in the loop. Each producer comes with the consumers that must join the loop too."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         rows = member.op.result.type.dims[member.dim].size
         for i, name in enumerate(member.op.operands):
@@ -142,9 +142,10 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """Consumers of `producer`, except `member`, that must join the loop. None if one of them cannot join.
+        """Consumers of `producer`, except `member`, that must join the loop. None if one of these consumers cannot join.
 
-        Such a consumer must be streamed like `member`. If the value is gathered, later consumers without a stream can run after the loop.
+        These consumers must be streamed like `member`. If `producer` is an all_gather, later consumers without a stream can follow the
+        loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
@@ -170,11 +171,11 @@ class _Choice:
         return found
 
     def comes_later(self, op: Op | None, member: _Member) -> bool:
-        """True if `op` can read the gathered value after the loop. None stands for the caller."""
+        """True if `op` can read the gathered value after the loop. `op` is None for the caller."""
         return op is None or (op.result.stream is None and self.number[op.result.name] > self.number[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
-        """Warns if a gather stays before the loop because of other consumers. The loop then has no communication."""
+        """Warns if a gather stays before the loop for consumers outside of the loop. The loop then has no communication."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
         for i, name in enumerate(op.operands):
             gather, dim = self.made.get(str(name)), indices.operand_dim(i, member.dim)
@@ -249,7 +250,7 @@ class _Choice:
         )
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """Chunking and rotation of a loop without communication: by default those of an earlier loop that can fuse with this loop."""
+        """Chunking and rotation of a loop without communication: by default like an earlier loop that can fuse with this loop."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds only one block of {root.result.type}"
@@ -273,7 +274,8 @@ class _Choice:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
-        """Describes a dim of known size with unequal shards, if the loop splits it or a reshard changes its axes or mesh. Otherwise ""."""
+        """Describes a dim of known size with unequal shards, if the loop splits it or a reshard changes the dim's axes or mesh. Otherwise
+        ""."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         for type in types:
             for dim, own in enumerate(type.dims):

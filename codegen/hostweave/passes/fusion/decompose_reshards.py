@@ -54,7 +54,7 @@ class _Decomposition(OpRewriter):
             self.emit(op)
             return
         (source,) = op.tensors
-        # A move to another mesh can take a block from any rank that stores the block, so it skips local slices.
+        # A move to another mesh can take a block from any rank that stores the block, so the move skips local slices.
         if op.result.type.mesh != self.types[source].mesh:
             while source in self.producer and self.ops[self.producer[source]].kind == "shard":
                 (source,) = self.ops[self.producer[source]].tensors
@@ -154,7 +154,7 @@ class _Decomposition(OpRewriter):
         return source
 
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
-        """Emits a step of a reshard. Returns its result, or the result of an equal earlier step."""
+        """Emits a step of a reshard. Returns the result of the step, or of an equal earlier step."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)

@@ -86,7 +86,7 @@ class _Insertion(OpRewriter):
         self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
-        """Dtype in which ranks reduce their terms. None if this is the dtype of the result."""
+        """Dtype in which ranks reduce terms. None if the result has the same dtype."""
         transport = find_transport(DEFAULT)
         needed = transport.reduced_as.get(type.dtype.name) if partial.op in transport.reduces else None
         if needed:
@@ -105,7 +105,7 @@ class _Insertion(OpRewriter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """Returns the value in another dtype. Emits a cast, unless a matmul computes the value only for `op` and can write this dtype."""
+        """Returns the value in `dtype`. Emits a cast, unless a matmul computes the value only for `op` and can write `dtype`."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))

@@ -11,8 +11,8 @@ becomes
     %y_apart: f32[2, T, N] = grouped_matmul(%a, %v_apart, %starts_apart, %ends_apart)
     %y: f32[T, N] = sum(%y_apart, axis=(0,))
 
-The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts, which the rank itself
-has computed in the first matmul. Only the final sum needs communication.
+The new first dim of %h and %a has one index per rank. In the second matmul, a rank reads only rows of its experts. The rank itself has
+computed these rows in the first matmul. Only the final sum needs communication.
 """
 
 from dataclasses import replace
@@ -59,7 +59,7 @@ class _Apart(OpRewriter):
         return ranks if is_plain and experts.is_int and int(experts) % ranks == 0 else 1
 
     def find(self, first: Op, ranks: int) -> None:
-        """Adds the values between matmuls of the same groups to `apart`, if all ops between them keep rows separate."""
+        """Adds to `apart` the values between matmuls of the same groups, if all ops between these matmuls keep rows separate."""
         chain, last, left = {first.result.name}, set[str](), [first]
         while left:
             for user in self.uses[left.pop().result.name]:

@@ -51,7 +51,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:
-    """Chain of ops that can be the epilogue of a matmul. Their other operands exist before the matmul."""
+    """Chain of ops that can be the epilogue of a matmul. Operands from outside of the chain exist before the matmul."""
     known = {value.name for value in fusion.inputs} | {op.result.name for op in fusion.ops[: fusion.ops.index(product)]}
     uses, last = consumers(fusion), product
     while len(users := uses[last.result.name]) == 1 and (user := users[0]):

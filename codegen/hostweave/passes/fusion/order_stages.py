@@ -17,7 +17,7 @@ from hostweave.options import Options
 from hostweave.tune.cost import seconds
 from hostweave.types.mesh import Mesh
 
-MAX_TIME_RATIO = 0.97  # the new order is used if its predicted time is below this share of the old one
+MAX_TIME_RATIO = 0.97  # the new order is used if its predicted time is below this share of the old order's predicted time
 
 
 def order_stages(fusion: Fusion, options: Options) -> Fusion:
@@ -52,15 +52,15 @@ class _Ranks:
         return frozenset() if is_free else frozenset(rank for mesh in meshes for rank in (mesh or self.fusion.mesh).all_ranks)
 
     def time_of(self, ops: Iterable[Op]) -> int:
-        """Nanoseconds until the last op ends, in this order of ops."""
+        """Nanoseconds until the last op ends, if the ops run in the given order."""
         state = _State(self)
         for op in ops:
             state.do(op)
         return max(state.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
-        """List scheduling by earliest start. In a tie, a move comes first, and then the op with the shortest chain behind it. So a backward
-        pass precedes a later forward pass."""
+        """List scheduling by earliest start. Among ops with the same start, a move comes first, and then the op with the shortest chain of
+        dependent ops. So a backward pass precedes a later forward pass."""
         behind, state, order = self.behind(), _State(self), list[Op]()
         made = {op.result.name for op in self.fusion.ops}
         missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}

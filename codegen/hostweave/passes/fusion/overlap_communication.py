@@ -43,8 +43,8 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications just far enough to hide their time. Marks a communication `async` if this saves time.
 
     A kernel that exchanges small blocks itself is faster than a collective, but must not overlap with communication (see
-    `reduce_in_kernels`). With peer access and transport "auto", a program without chunk loops stays as it is in two cases. Either each
-    communication that would overlap is an all-reduce that such a kernel can do, or such kernels save more time than overlap.
+    `reduce_in_kernels`). With peer access and transport "auto", a program without chunk loops does not change in two cases. Either each
+    communication that would overlap is an all-reduce that a kernel can do itself, or such kernels save more time than overlap.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
@@ -100,7 +100,7 @@ def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     """Hoists communications of a body past just enough work to hide them.
 
-    First moves matmuls down to points where a rank would wait, unless a large op needs them. A choice records how a gather or
+    First moves matmuls down to points where a rank would wait, unless a large op needs the matmuls. A choice records how a gather or
     reduce-scatter of stated sizes is executed, for example by copy engines. If an overlapped communication of the body has a choice,
     communications that overlap with nothing have choices too.
     """
@@ -128,10 +128,10 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """In a body with matmuls or attention, moves all-reduces that overlap with nothing to the end, unless a large op needs them. All
-    ops that depend on them follow. The all-reduces can then be grouped."""
+    """In a body with matmuls or attention, moves to the end all-reduces that overlap with nothing, unless a large op needs them. All ops
+    that depend on these all-reduces follow. The all-reduces can then be grouped."""
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
-    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that depend on them, and the names of both
+    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that depend on sums, and the names of all these ops
     rest = list[Op]()
     for op in ops:
         name = op.result.name
@@ -171,6 +171,6 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True for collectives outside of chunk loops. False on a mesh of some ranks, because the other ranks record no event."""
+    """True for collectives outside of chunk loops. False on a mesh of some ranks, because ranks outside of the mesh record no event."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

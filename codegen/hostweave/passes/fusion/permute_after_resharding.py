@@ -1,4 +1,4 @@
-"""Moves a reshard before the permutation that computes its operand. Shards are then sent without a transpose.
+"""Moves a reshard before the permutation that computes the reshard's operand. Shards are then sent without a transpose.
 
     %t: f32[K, M@x] = permute_dims(%x, axes=(1, 0))
     %t_gathered: f32[K, M] = reshard(%t)
@@ -59,7 +59,7 @@ def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _is_in_blocks(have: TensorType, want: TensorType, is_of_keys: bool) -> bool:
-    """True if a reshard is a slice, or if a chunk loop could do it block by block."""
+    """True if a reshard is a slice, or if a chunk loop could do the reshard block by block."""
     if have.partial or have.mesh != want.mesh:
         return False
     axes = [(old.axes, new.axes) for old, new in zip(have.dims, want.dims, strict=True)]

@@ -1,4 +1,4 @@
-"""Infers missing shardings: first from the operands of each op, then from the consumers of its result if they agree.
+"""Infers missing shardings: first from the operands of each op, then from the consumers of the result if all consumers agree.
 
     %h: bf16[M, N] = matmul(%x, %w)                     # x: [M, K@x], w: [K@x, N]
     %z: bf16[M, N] = relu(%h)

@@ -7,8 +7,8 @@
     %y: bf16[S*B, E] = matmul(%g_2d, %w)
 
 A kernel has one index space, so it cannot contain a reshape that merges or splits dims. Ops of one shape that use each other's results move
-together, as a group. A group does not move if another kernel reads its values, or computes its operands, in the old shape. The pass skips
-sharded values, values of chunk loops, and ops that could be the epilogue of a matmul.
+together, as a group. A group does not move if another kernel reads values of the group, or computes operands of the group, in the old
+shape. The pass skips sharded values, values of chunk loops, and ops that could be the epilogue of a matmul.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Group:
-    """Names of pointwise ops of one shape, and their new shape."""
+    """Names of pointwise ops of one shape, and the new shape of these ops."""
 
     names: set[str]
     have: Shape
@@ -51,7 +51,8 @@ class _Groups:
         self.changed: set[str] = set()  # groups that move, and views of their operands and results
 
     def moved(self, op: Op) -> _Group | None:
-        """Group of an op, with its new shape. None if the op is not pointwise, or the group does not move now or was examined before."""
+        """Group of an op, with the group's new shape. None if the op is not pointwise, or the group does not move now or was examined
+        before."""
         if op.result.name in self.seen or not is_pointwise(op):
             return None
         names, have = self.connected(op), op.result.type.shape
@@ -86,7 +87,7 @@ class _Groups:
         return found
 
     def connected(self, op: Op) -> set[str]:
-        """Results of the group of `op`: the pointwise ops of its shape that are connected to `op` by operands or results."""
+        """Results of the group of `op`: the pointwise ops that have the shape of `op`, and are connected to `op` by operands or results."""
         names, waiting = set[str](), [op]
         while waiting:
             one = waiting.pop()

@@ -21,7 +21,7 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
     chunk loops read.
 
     A later equal op with a returned result becomes a copy, unless its kind is `output`. Ops without operands, such as iota, are merged only
-    if all consumers are local slices. Otherwise each kernel recomputes their values.
+    if all consumers are local slices. Otherwise each kernel recomputes the values of these ops.
     """
     uses = consumers(fusion)
     same: dict[str, str] = {}  # removed value -> value that replaces it

@@ -33,7 +33,7 @@ TERMS, SUMS = ("terms", ""), ("sums", "")  # source and sink of the flow graph
 
 
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
-    """Moves a reduction if this saves bytes, or saves communications at equal bytes."""
+    """Moves a reduction if the move saves bytes, or saves communications at equal bytes."""
     sinking = _Sinking(fusion, options)
     return sinking.rewritten(min_cut(sinking.edges(), TERMS, SUMS)) if sinking.passing else fusion
 
@@ -89,7 +89,7 @@ class _Sinking:
         return None
 
     def passes_on(self, name: str) -> bool:
-        """True if ops can read the terms of a value instead of its sum. A sum must be computed if the user states its sharding."""
+        """True if ops can read the terms of a value instead of the sum. Sums with a stated sharding must be computed."""
         return name in self.passing or (name in self.sums and not self.made[name].result.pinned)
 
     def terms_type(self, name: str) -> TensorType:
@@ -99,7 +99,7 @@ class _Sinking:
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """Operand of the inserted reshard that computes a value, if both have the same mesh. Otherwise the value itself."""
+        """Operand of the inserted reshard that computes a value, if operand and value have the same mesh. Otherwise the value itself."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name
@@ -112,7 +112,7 @@ class _Sinking:
         """Edges of the flow graph. The cost of a cut is the cost of all reductions that the cut requires."""
         for name, op in self.sums.items():
             (source,) = op.tensors
-            if source in self.passing:  # If the op of `source` is applied to sums, this reshard remains.
+            if source in self.passing:  # If the op of `source` is applied to sums, the reshard `op` remains.
                 yield TERMS, ("value", name), self.cost(self.types[source], name)
                 yield ("value", name), ("value", source), INFINITE
                 yield ("value", source), ("value", name), INFINITE
@@ -137,7 +137,7 @@ class _Sinking:
         return int(moved * 2**20) + count
 
     def reduced_to(self, name: str) -> Value:
-        """Value that a reduction produces: the result of the only consumer if that is a reshard, otherwise the value itself."""
+        """Value that a reduction produces: the result of the only consumer if this consumer is a reshard, otherwise the value itself."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned

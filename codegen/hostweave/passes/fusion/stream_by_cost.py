@@ -9,7 +9,7 @@ becomes, with M = 8192 and all other sizes known,
     %y: bf16[M, N] stream(M, 8, put) = matmul(%x_gathered, %w)
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-The program is then the same as if the user had written `.stream()`. Stated streams stay.
+The program is then the same as if the user had written `.stream()`. Streams stated by the user do not change.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Moves a take of few elements before the pointwise op that computes its operand. The pointwise op then computes only these elements.
+"""Moves a take of few elements before the pointwise op that computes the take's operand. The op then computes only the taken elements.
 
     %logp: f32[M, 1024] = subtract(%x, %lse)                 # lse: f32[M, 1]
     %y: f32[M, 1] = take(%logp, %index, %rows, axis=1)
@@ -8,8 +8,8 @@ becomes
     %x_taken: f32[M, 1] = take(%x, %index, %rows, axis=1)
     %y: f32[M, 1] = subtract(%x_taken, %lse)
 
-The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move. For indices of other
-ranks, such a take reads zeros, which the pointwise op would change.
+The log-probabilities of a loss are then not written to memory. A take from a sharded value does not move. Such a take reads zeros for
+indices of other ranks, and the pointwise op would change the zeros.
 """
 
 from dataclasses import replace
@@ -48,13 +48,13 @@ class _Taking(OpRewriter):
         return is_few and is_plain and all(self.dim_of(name, op, made) in (None, axis) for name in made.tensors)
 
     def dim_of(self, name: str, op: Op, made: Op) -> int | None:
-        """Dim of the operand `name` that the take indexes. None if the operand lacks the dim, or has one element along it."""
+        """Dim of the operand `name` that the take indexes. None if the operand lacks the dim, or has one element along the dim."""
         shape = self.types[name].shape
         dim = op[AXIS] - (len(made.result.type.shape) - len(shape))
         return None if dim < 0 or shape[dim] == ONE else dim
 
     def taken(self, name: str, op: Op, made: Op) -> str:
-        """Emits a take from an operand of the pointwise op. Returns its result, or the operand if the indexed dim is broadcast."""
+        """Emits a take from an operand of the pointwise op. Returns the result of this take, or the operand if the dim is broadcast."""
         if self.dim_of(name, op, made) is None:
             return name
         return self.make("take", name, *op.tensors[1:], how=op.attributes, word="taken", of=name)

@@ -36,7 +36,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _stacked(op: Op, made: Mapping[str, Op]) -> str | None:
-    """Value that a select takes from a stack. None for any other op."""
+    """Value that a select takes from a stack. None if `op` is not such a select."""
     stack = made.get(op.tensors[0]) if op.kind == "select" else None
     if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:
         return None

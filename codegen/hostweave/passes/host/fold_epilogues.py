@@ -1,4 +1,4 @@
-"""Folds pointwise ops on the result of a matmul into its epilogue, if cuBLASLt supports the epilogue.
+"""Folds pointwise ops on the result of a matmul into the matmul's epilogue, if cuBLASLt supports the epilogue.
 
     %h = allocate bf16[M, N]
     matmul %x, %w -> %h
@@ -13,8 +13,8 @@ with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
 Folds a factor, an added tensor with the layout of the result, a bias per column, and relu. Folds the tanh gelu if elements of the result
 have at most 16 bits. The epilogue reads unrounded sums. The matmul moves to the position of the launch.
 
-Folds all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. Other folds save no pass over memory. In a
-sum of matmuls, each matmul accumulates onto the result of the previous matmul.
+Folds all ops of the kernel, or all ops up to a value that the kernel writes to memory anyway. A fold that ends elsewhere would save no pass
+over memory. In a sum of matmuls, each matmul accumulates onto the result of the previous matmul.
 """
 
 from dataclasses import dataclass, replace
@@ -67,7 +67,7 @@ class _Matmuls:
         return next(filter(None, (self.folded_into(*one, launch) for one in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> tuple[Place, ir.Matmul] | None:
-        """Matmul that writes a buffer. None if other instructions access the buffer, or the matmul cannot move to `reader`."""
+        """Matmul that writes a buffer. None if a third instruction accesses the buffer, or the matmul cannot move to `reader`."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
@@ -90,7 +90,7 @@ class _Matmuls:
             users = [op for op in kernel.ops if value in op.tensors]
             longer = _ending(ended, users[0], value, kernel, buffers) if len(users) == 1 else None
             if longer is None and gone and self.is_sum_of_products(launch, kernel):
-                targets[value] = made  # The other matmuls of the sum accumulate onto this buffer.
+                targets[value] = made  # The other matmuls of the sum accumulate onto the buffer `made`.
                 break
             if longer is None:
                 return None
@@ -112,7 +112,7 @@ class _Matmuls:
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
-        """True if a kernel only adds results of matmuls and at most one other tensor. If all these matmuls are folded, the kernel
+        """True if a kernel only adds tensors, and matmuls compute all of them, or all but one. If all these matmuls are folded, the kernel
         disappears."""
         (place,) = (place for place in self.uses.places if place.instruction is launch)
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
@@ -160,7 +160,7 @@ def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
 
 
 def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
-    """Kernel without the folded ops. The result of the matmul becomes an input if other ops read it."""
+    """Kernel without the folded ops. The result of the matmul becomes an input if a remaining op reads this result."""
     used = {name for op in ops for name in op.tensors}
     inputs = tuple(p for p in (*kernel.inputs, ir.Parameter(made.name, made.type)) if p.name in used)
     results = tuple(result.name for result in kernel.results if result.name != made.name)

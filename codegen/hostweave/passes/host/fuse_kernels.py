@@ -10,8 +10,8 @@ becomes
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. If other instructions read %h, the fused kernel also
 writes %h, or each reader recomputes %h.
 
-Also merges two kernels that read the same elements, if the later launch can move to the earlier one. The field `ends` of each kernel
-states why its fusion ended.
+Also merges two kernels that read the same elements, if the later launch can move to the earlier launch. The field `ends` of each kernel
+states why the kernel was not fused further.
 """
 
 from bisect import bisect_left
@@ -61,7 +61,8 @@ class _FusedLaunch:
 
 
 class Links:
-    """The launches of a program, and the accesses to their buffers. `fuse` and `join` change both. `fused` returns the new program."""
+    """The launches of a program, and the accesses to their buffers. `fuse` and `join` change launches and accesses. `fused` returns the new
+    program."""
 
     def __init__(self, program: ir.HostProgram):
         self._program, self.uses = program, def_use(program)
@@ -81,7 +82,7 @@ class Links:
         before = len(self.launches)
         waiting = sorted((place for place in self.launches if fits(place)), key=_number)
         while waiting:
-            producer = waiting.pop()  # The fused kernel comes next, because its consumer may absorb it too.
+            producer = waiting.pop()  # The fused kernel comes next, because a consumer may absorb the fused kernel too.
             if isinstance(union := self.union(producer), str):
                 continue
             self._change(producer, None)
@@ -152,7 +153,7 @@ class Links:
         return {self.root(name) for name in tree.names(instruction, *roles)}
 
     def others(self, producer: Place, *results: str) -> list[Place]:
-        """Other instructions that access these results of a launch, in program order."""
+        """Instructions except `producer` that access the given results of `producer`, in program order."""
         return [place for place in self._accesses({self.root(result) for result in results}) if place is not producer]
 
     def _accesses(self, roots: set[str]) -> list[Place]:
@@ -223,7 +224,7 @@ class Links:
         return self._tried[given]
 
     def _writes_beside(self, other: Place, producer: Place) -> bool:
-        """True if `other` is a launch that writes the slices next to the producer's slices, in every buffer that both write."""
+        """True if `other` is a launch that writes the slices next to the producer's slices, in every buffer that both launches write."""
         if other not in self.launches:
             return False
         pairs = ((a, b) for a in self.launches[producer].dsts for b in self.launches[other].dsts if self.root(a) == self.root(b))
@@ -249,7 +250,8 @@ class Links:
         return next(result.name for dst, result in pairs if user in self.others(producer, dst))
 
     def _why_apart(self, producer: Place, consumer: Place, kept: list[str]) -> str:
-        """Reason why the producer cannot move to the consumer, or cannot write the kept results there. "" if there is no reason."""
+        """Reason why the producer cannot move to the consumer, or cannot write the kept results at the consumer. "" if there is no
+        reason."""
         result, first, last = self._called(producer, consumer), self.launches[producer], self.launches[consumer]
         made = {self.root(dst): dst for dst in first.dsts}
         if producer.body is not consumer.body:
@@ -309,8 +311,8 @@ def _is_free(kernel: ir.Kernel) -> bool:
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """True if a kernel would compute a value repeatedly: the value lacks an index of the kernel, and its indices are not exactly the kept
-    indices."""
+    """True if a kernel would compute a value repeatedly: the value lacks an index of the kernel, and the indices of the value are not
+    exactly the kept indices."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
@@ -328,7 +330,7 @@ def _waits(i: tree.Instruction) -> bool:
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_FusedLaunch, list[Place]] | None:
-    """Merges the later launch into the first. Returns the merged launch, and the definitions that must move before the first launch."""
+    """Merges `later` into `first`. Returns the merged launch, and the definitions that must move before the first launch."""
     one, other, types = links.launches[first], links.launches[later], links.types
     walked, walked_later = (iteration(links.kernels[launch.kernel]) for launch in (one, other))
     whole = product(tuple(walked.sizes.values()))
@@ -404,7 +406,7 @@ def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
     """Removes repeated ops, which arise if one producer is fused into several operands of a kernel."""
     if len(kernel.ops) < 2:
         return kernel
-    # Two ops with equal operands may differ: one reads a vector along rows, and one along columns or at a computed index.
+    # Two ops with equal operands may differ: one op reads a vector along rows, and the other op along columns or at a computed index.
     walked = iteration(kernel)
     results = {result.name for result in kernel.results}
     first: dict[object, str] = {}

@@ -38,7 +38,7 @@ class _Grouping:
     def body(self, body: tree.Body) -> tree.Body:
         result: list[tree.Instruction] = []
         posted: list[tree.Instruction] = []  # communications of the next group
-        behind: list[tree.Instruction] = []  # instructions after a communication that may move before the group
+        behind: list[tree.Instruction] = []  # instructions that follow a communication, and may move before the group
         laid: list[tree.Instruction] = []  # instructions that unpack received data, and move after the group
         for instruction in body:
             if posted and self.can_pass(instruction, [*posted, *laid]):

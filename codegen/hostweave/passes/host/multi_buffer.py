@@ -36,7 +36,7 @@ def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
-    """Views of an allocation's chunks, each with its stream. Empty if slots cannot replace the allocation, or save nothing."""
+    """Views of an allocation's chunks, and the stream of each view. Empty if slots cannot replace the allocation, or save nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches if place.loop}

@@ -1,4 +1,4 @@
-"""Computes matmuls with few rows and the same first operand in the pointwise kernel that reads their results.
+"""Computes matmuls with few rows and the same first operand in the pointwise kernel that reads the results of the matmuls.
 
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
@@ -44,8 +44,8 @@ BESIDE = "beside"  # pool of streams for concurrent matmuls
 PlacedMatmul = tuple[Place, ir.Matmul]
 
 DTYPES = ("f16", "bf16", "f32")
-MOST_ROWS = 128  # most rows for which the reads of the weights take longer than the products
-MIN_BYTES = 2 << 20  # fewest bytes of weights of a matmul in `_concurrent`; a fork takes longer than a read of fewer bytes
+MOST_ROWS = 128  # maximum number of rows for which the reads of the weights take longer than the products
+MIN_BYTES = 2 << 20  # minimum bytes of weights of a matmul in `_concurrent`; a fork takes longer than a read of fewer bytes
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -80,7 +80,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
-    """Runs the matmuls concurrently. The first one is on the caller's stream."""
+    """Runs the matmuls concurrently. The first matmul is on the caller's stream."""
     first, *others = matmuls
     yield ir.Fork(BESIDE, len(others), location=first.location)
     for stream, matmul in enumerate(others):
@@ -92,7 +92,7 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
 def _concurrent(uses: DefUse, edits: Collection[int]) -> list[list[PlacedMatmul]]:
     """Groups of matmuls that can run concurrently. The matmuls of a group have the same first operand, and can move to the last matmul."""
     found: list[list[PlacedMatmul]] = []
-    last: dict[str, list[PlacedMatmul]] = {}  # first operand -> its last group
+    last: dict[str, list[PlacedMatmul]] = {}  # first operand -> last group of matmuls with this operand
     for place, matmul in uses.instructions(ir.Matmul):
         if not place.around and place.number not in edits and _reads_many_weights(uses, matmul):
             if len(group := last.get(matmul.a, [])) not in (0, ir.PRODUCTS) and _may_wait(uses, group, place):
@@ -174,7 +174,7 @@ def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
 
 
 def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bool:
-    """True if each element of a result reads the results of the matmuls only at its own index."""
+    """True if each element of a result reads the results of the matmuls only at the index of this element."""
     try:
         walked = iteration(kernel)
     except NotOneKernel:

@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-A buffer is allocated before its first use or view. The buffer is deallocated when the caller's stream is ordered after all uses, unless no
-allocation follows. A buffer may reuse the bytes of buffers that are deallocated before its allocation. Offsets are computed at run time,
-when sizes are known.
+A buffer is allocated before its first use or view. If an allocation follows, the buffer is deallocated when the caller's stream is ordered
+after all uses. A buffer may reuse the bytes of buffers that are deallocated before its allocation. Offsets are computed at run time, when
+sizes are known.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 StreamId = tuple[str, int]  # pool of a stream, and index in the pool
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-# event -> stream of its last record (None: the caller's stream), and index of the instruction of the body that contains the record
+# event -> stream of its last record (None: the caller's stream), and index of the body's instruction that contains the record
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
 
 
@@ -96,7 +96,7 @@ class Planner:
         return tree.with_bodies(i, lambda body: self.body(body, on_caller and not tree.names(i, "stream")))
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
-        """Child before which a buffer must be allocated, because a stream may access it from then on."""
+        """Child before which a buffer must be allocated, because a stream may access the buffer from this child on."""
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
@@ -115,7 +115,7 @@ class Planner:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
     def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[StreamId]]:
-        """Child -> streams of its blocks that allocate."""
+        """Child -> streams of the child's blocks that allocate."""
         found = defaultdict[int, list[StreamId]](list)
         for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
             if (stream := tree.slot(i, "stream")) and self.allocates(i):
@@ -171,8 +171,8 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: RecordedEvents
     ) -> dict[StreamId, int]:
-        """Adds the order that follows from waits at the start of a stream block, and from a record at its end. Forgets the events
-        of other records, because work of the block follows these records."""
+        """Adds the order that follows from waits at the start of a stream block, and from a record at the end of the block. Forgets the
+        events of other records, because work of the block follows these records."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")
@@ -238,7 +238,7 @@ def _ties(body: tree.Body) -> set[int]:
 
 
 def _on(child: tree.Instruction) -> tuple[Mesh | None, tree.Instruction]:
-    """Mesh of an `on` body, and the instruction in it. For any other child, None and the child."""
+    """Mesh of an `on` body, and the instruction in the body. For any other child, None and the child."""
     return (child.ranks, tree.bodies(child)[0][0]) if child.ranks else (None, child)
 
 

@@ -79,7 +79,7 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
         value = compiled(index, {})
         ranks = [{f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for rank in mesh.all_ranks]
         return all(len({value({**rank, step_index: step}) for step in steps}) == len(steps) for rank in ranks)
-    except KeyError:  # The index depends on other values, such as a size.
+    except KeyError:  # The index depends on a value that is unknown here, such as a size.
         return False
 
 

@@ -19,14 +19,14 @@ If the loop body computes the source of the copy, the computation writes directl
       group { ... }                                }
     }
 
-If the gathered value is read after the loop, the copy moves to the end of the body. No instruction waits for the copy there:
+If the gathered value is read after the loop, the copy moves to the end of the body. At this point, no instruction waits for the copy:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {
       copy %x -> %xg
     }
 
-A `choose` view has two alias roots. Most other passes need one root per name, so they run before this pass.
+A `choose` view has two alias roots. Most passes need one root per name, and therefore run before this pass.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """Last copy in a branch of a loop. None if the pass may not remove it."""
+    """Last copy in a branch of a loop. None if the pass may not remove this copy."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
@@ -81,8 +81,8 @@ class _Copy:
     loop: Place
     condition: Expr  # condition of the copy
     views: tree.Body  # views before the copy
-    copies: tree.Body  # other copies before the copy
-    others: tree.Body  # instructions of the other branch
+    copies: tree.Body  # earlier copies in the branch
+    others: tree.Body  # instructions of the branch without the copy
     src: str
     dst: str
     beside: list[Place]  # all instructions of the body that contains the branch, nested ones included
@@ -143,8 +143,8 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """Number of the first kernel that overwrites the whole copy, and views of its result. Without such a kernel, a number above all
-        others."""
+        """Number of the first kernel that overwrites the whole copy, and views of the kernel's result. Without such a kernel, a number
+        above all numbers of instructions."""
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around
@@ -192,7 +192,7 @@ def _naming(places: Iterable[Place], name: str) -> list[Place]:
 
 
 def _views_in(places: list[Place], name: str) -> set[str]:
-    """A buffer, and its views that these instructions define."""
+    """The buffer `name`, and the views of the buffer that the instructions at `places` define."""
     found = {name}
     for place in places:
         if not found.isdisjoint(tree.names(place.instruction, "alias")):

@@ -61,7 +61,7 @@ def _last(links: Links, first: Place) -> Place | None:
 
 
 def _of_few_rows(links: Links, first: Place, last: Place) -> tuple[ir.Launch, ir.Kernel, Size] | None:
-    """A launch and kernel that reduce all dims at once, and the symbolic number of elements. None if they are not correct or not useful."""
+    """A launch and kernel that reduce all dims at once, and the symbolic number of elements. None if the kernel is wrong or useless."""
     fused = fused_launch(links, first, last, [])
     kernel = fused.kernel
     reductions = [op for op in kernel.ops if OPS[op.kind].combine]

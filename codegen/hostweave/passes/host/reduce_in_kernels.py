@@ -8,7 +8,7 @@ separate kernel does the collective.
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The kernels of the ranks write to the memory of their peers, which takes less time than a library's collective. A kernel that computes the
+The kernel of each rank writes to the memory of peers. Such writes take less time than a library's collective. A kernel that computes the
 operand of a reduce_scatter can store each block in the memory of the rank that receives the block.
 
 A kernel occupies the device while it waits for other ranks. Programs that communicate on separate streams therefore keep their collectives.
@@ -86,7 +86,7 @@ class _Reducing:
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
     def most(self, place: Place, i: ir.FromTo) -> int:
-        """Most elements that a kernel should send to each rank. 0 if a kernel cannot do the collective, or would be slower."""
+        """Maximum number of elements that a kernel should send to each rank. 0 if a kernel cannot do the collective, or would be slower."""
         channel, is_nested = self.given.channel(i.channel), place.loop or place.mesh_body or place.statement != place.number
         is_sum = not isinstance(i, ir.Reduction) or i.op == "sum"
         if not is_sum or i.is_shared or is_nested or channel.mesh != self.given.mesh:
@@ -119,8 +119,8 @@ class _Reducing:
         """The launch that stores the operand of a reduce_scatter. None if this launch may not store each block in the memory of the rank
         that receives the block.
 
-        The launch precedes the reduce_scatter without other work between them. No other instruction accesses the operand. Each block must
-        consist of whole rows, because a kernel may store a vector along the innermost dim.
+        The reduce_scatter directly follows the launch. Only these two instructions access the operand. Each block must consist of whole
+        rows, because a kernel may store a vector along the innermost dim.
         """
         touches = self.uses.touches[root] if (root := self.uses.root(i.src)) in self.uses.allocates else []
         if len(touches) != 2 or not i.sends_blocks or not self.uses.is_whole(i.src) or touches[0].body is not place.body:

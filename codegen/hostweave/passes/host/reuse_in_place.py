@@ -11,7 +11,7 @@
 If the source and the destination of a copy share memory, the copy is removed. A kernel whose result is only copied moves to the copy, and
 writes to the destination of the copy. `may_overwrite` decides if an instruction may write a result over an operand.
 
-If possible, the result for a donated input is computed in the memory of this input. Otherwise the result is copied there at the end.
+If possible, the result for a donated input is computed in the memory of this input. Otherwise a copy at the end writes this memory.
 """
 
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 class _Sharing:
-    """Decisions so far. `merged` maps each allocation that became a view to the buffer that contains its memory."""
+    """Decisions so far. For each allocation that became a view, `merged` has the buffer that contains the memory of the view."""
 
     def __init__(self, uses: DefUse):
         self.uses, self.merged = uses, tree.AliasRoots()
         self.gone: set[int] = set()  # numbers of removed instructions
         self.before: dict[int, tree.Body] = {}  # number of an instruction -> new instructions before it
-        # Accesses and views of each buffer, including those of merged buffers.
+        # Accesses and views of each buffer, and of all buffers that were merged into this buffer.
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in uses.program.inputs}
@@ -105,9 +105,9 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the operand into the memory of a donated input, if the instruction writes its result there. Other accesses of the input must
-        come before the operand is first written, or after this instruction. The first writer of the operand may read the input if this
-        writer may also overwrite the input."""
+        """Puts the operand into the memory of a donated input, if the instruction writes its result to this memory. All further accesses of
+        the input must come before the operand is first written, or after this instruction. The first writer of the operand may read the
+        input if this writer may also overwrite the input."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -125,7 +125,7 @@ class _Sharing:
         return True
 
     def is_computed_there(self, place: Place, src: str, dst: str) -> bool:
-        """Moves a kernel to the copy of its result. The kernel then writes the destination of the copy. Nothing else may use the result."""
+        """Moves a kernel to the copy of its result. The kernel then writes the copy's destination. Only the copy may use the result."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         first, *users = self.touches[old]
         launch = first.instruction
@@ -154,13 +154,13 @@ class _Sharing:
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """True if the operand covers its memory in order, has the dtype and size of the result, and is in other memory."""
+        """True if the operand covers its memory in order, has the dtype and size of the result, and shares no memory with the result."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if a view at `place` is visible to all uses of a buffer. A view in an `on` body is visible only there."""
+        """True if a view at `place` is visible to all uses of a buffer. A view in an `on` body is visible only in this body."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
@@ -170,7 +170,7 @@ class _Sharing:
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 
     def _is_last(self, place: Place, root: str) -> bool:
-        """True if no instruction accesses a buffer later, and all other accesses have ended when this instruction runs."""
+        """True if the instruction at `place` accesses a buffer last, and all earlier accesses have ended when this instruction runs."""
         *others, last = self.touches[root]
         return last is place and all(self._is_before(other, place) for other in others)
 
@@ -194,14 +194,14 @@ class _Sharing:
         return touches[0] is place and (len(touches) < 2 or touches[1].statement != place.statement)
 
     def _is_alone_in_loops(self, place: Place, root: str) -> bool:
-        """True if no other instruction in the loops around `place` accesses the buffer. Ignores loops around the buffer's allocation."""
+        """True if only the instruction at `place` accesses the buffer in the loops around `place`. Ignores loops around the allocation."""
         allocate = self.uses.allocates.get(root)
         depth = len(allocate.around) if allocate else 0
         loops = {around for around in place.around[depth:] if around.instruction.trips is not None}
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """Views after `allocate` that lead to `name`, in order. None if they cannot move before the allocate."""
+        """Views after `allocate` that lead to `name`, in order. None if these views cannot move before the allocate."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]

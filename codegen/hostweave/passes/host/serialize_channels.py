@@ -57,7 +57,7 @@ class _Turns:
         """Adds turns to the body of the program, or to bodies of disjoint ranks."""
         if tree.are_on_disjoint_ranks([i for i in body if _concerns(i, self.in_turn)]):
             return tuple(tree.with_bodies(i, self.in_order) if _concerns(i, self.in_turn) else i for i in body)
-        unchanged, body = set(body), self.across_streams(body)  # Changed instructions name the new event, so they are not in this set.
+        unchanged, body = set(body), self.across_streams(body)  # This set lacks changed instructions, because they name the new event.
         changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
         first, last = changed[0], changed[-1]
         begin = self.without(ir.Wait, body[first])  # The first communication waits for nothing.
@@ -81,7 +81,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """Removes an instruction if it is a wait or record (`kind`) of the turn's event. Removes such instructions from a stream block."""
+        """Removes an instruction if it is a wait or record (`kind`) of the turn's event. In a stream block, removes such instructions."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):

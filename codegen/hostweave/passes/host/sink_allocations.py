@@ -10,7 +10,7 @@
       launch @exp_h %x -> %h
     }
 
-The later pass `reuse_in_place` requires that all uses of such a buffer are in one `on` body.
+The later pass `reuse_in_place` requires that all uses of a buffer on a mesh of some ranks are in one `on` body.
 """
 
 from hostweave.base.unchanged import replaced

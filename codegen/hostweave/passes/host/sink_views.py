@@ -1,11 +1,12 @@
-"""Moves each view to its first use. If all uses are in one stream block, branch or `on` body, the view moves there.
+"""Moves each view to its first use. If all uses are in one stream block, branch or `on` body, the view moves into this body.
 
     %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
     launch @negative_t %x -> %t    becomes    %h = slice %x[1: 4 from 4]
     copy %h -> %y                             copy %h -> %y
 
-Loop-invariant views move before the loop and the fork of its streams, unless they are in a branch, or the number of iterations is symbolic.
-If several instructions of a body contain equal views, and one of the views is unconditional, one view before these instructions remains.
+A loop-invariant view moves before the loop and the fork of the loop's streams. A view in a branch, or in a loop with a symbolic trip count,
+stays in the loop. If several instructions of a body contain equal views, and one of the views is unconditional, one view before these
+instructions remains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,8 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """Replaces equal views by one view before the first instruction that contains one of them. Also moves a loop-invariant view before its
-    loop. At least one of equal views must be unconditional, because a condition may bound the index."""
+    """Replaces equal views by one view before the first instruction that contains one of these views. Also moves a loop-invariant view
+    before its loop. At least one of equal views must be unconditional, because a condition may bound the index."""
     # view without its name -> names of all such views, each with the position in `body` of the instruction that is or contains the view
     made: dict[tree.Instruction, dict[str, int]] = {}
     for at, i in enumerate(body):

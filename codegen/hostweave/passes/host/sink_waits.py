@@ -1,5 +1,5 @@
-"""Delays the caller's wait for a loop until the first use of its results. An instruction that uses or orders streams, or calls a function,
-ends the delay.
+"""Delays the caller's wait for a loop until the first use of the loop's results. An instruction that uses or orders streams, or calls a
+function, ends the delay.
 
     for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
     join ring
@@ -29,7 +29,7 @@ def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
     result: list[tree.Instruction] = []
     running: dict[str, list[tree.Instruction]] = {}  # work of each stream since its last join
-    # Joins that move down, each with the work that it waits for.
+    # Joins that move down, each with the work for which the join waits.
     waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []
     place = 0  # position in `result` at which the waiting joins will be inserted
     for instruction in body:

@@ -47,8 +47,8 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _by_ranks(loop: tree.Instruction) -> tree.Body | None:
-    """Splits a loop over a stream block with `on` bodies if no rank executes two of them. Coordinates in an `on` body refer to its mesh, so
-    the rest of the loop may not use coordinates."""
+    """Splits a loop over a stream block with `on` bodies if no rank executes two of these bodies. Coordinates in an `on` body refer to the
+    mesh of the body, so the rest of the loop may not use coordinates."""
     if loop.trips is None or not tree.names(block := tree.bodies(loop)[0][-1], "stream"):
         return None
     before, (body,) = tree.bodies(loop)[0][:-1], tree.bodies(block)

@@ -22,9 +22,9 @@ from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-MAX_RESULTS = 32  # most results
-MIN_ROW = 512  # fewest elements of a row
-MIN_ELEMENTS = 1 << 16  # fewest elements in total
+MAX_RESULTS = 32  # maximum number of results
+MIN_ROW = 512  # minimum number of elements of a row
+MIN_ELEMENTS = 1 << 16  # minimum number of elements in total
 
 
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:

@@ -6,8 +6,8 @@
                                       matmul %x, %w_aligned rest [0, 0, 1] -> %y_aligned
 
 with `%y: bf16[M, 50257]`. `rest` has the split-off sizes of k, m and n. If the contracted dim is split, the aligned matmul adds to the
-result of the other matmul. The pass splits a matmul only if the cost model predicts a gain, and if all rows start at multiples of 16 bytes.
-`widen_rows` has already aligned most rows.
+result of the matmul of the remaining terms. The pass splits a matmul only if the cost model predicts a gain, and if all rows start at
+multiples of 16 bytes. `widen_rows` has already aligned most rows.
 """
 
 from collections.abc import Iterator

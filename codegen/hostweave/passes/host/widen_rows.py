@@ -42,7 +42,7 @@ class _Rows:
         self.edits: dict[int, tree.Body] = {}
 
     def align(self, place: Place, found: Unaligned, machine: Machine) -> None:
-        """Pads the rows of all unaligned matrices of a matmul, or of none of them."""
+        """Pads the rows of all unaligned matrices of a matmul, or of no matrix."""
         matmul, types = found.matmul, self.uses.types
         roots = dict.fromkeys(self.uses.root(getattr(matmul, field)) for field in found.pitched)
         widened = {root: new for root in roots if (new := self.widened(root))}
@@ -65,7 +65,7 @@ class _Rows:
             self.edits[place.number] = (*before, matmul, *after)
 
     def widened(self, root: str) -> dict[str, BufferType]:
-        """Types of a buffer and its views with padded rows. Empty if the buffer cannot be padded."""
+        """Types of a buffer and of its views after the rows are padded. Empty if the buffer cannot be padded."""
         allocate, own = self.uses.allocates.get(root), self.uses.types[root]
         if not allocate or allocate.instruction.in_window or not own.shape[-1].is_int:
             return {}
@@ -92,7 +92,7 @@ class _Rows:
         yield ir.Slice(name, memory, last, type.shape[-1], Const(0), location=at.location)
 
     def copy(self, old: str, is_result: bool, at: ir.Matmul, before: list[tree.Instruction], after: list[tree.Instruction]) -> str:
-        """Copies an operand to aligned rows before the matmul, or a result from aligned rows after it. Returns the new matrix."""
+        """Copies an operand to aligned rows before the matmul, or a result from aligned rows after the matmul. Returns the new matrix."""
         type, turned = self.uses.types[old], None
         if rows_of(type)[0] == -2:  # The rows in memory are the columns of the matrix.
             rank = len(type.shape)

@@ -11,7 +11,7 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 
 COMM = "comm"  # stream of asynchronous communication
-COPIES = "copies"  # stream of local copies after a communication; the next communication need not wait for them
+COPIES = "copies"  # stream of local copies after a communication; the next communication need not wait for the copies
 
 
 class Asynchronous:
@@ -64,7 +64,7 @@ class Asynchronous:
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
 
     def _is_summed_by_user(self, op: Op) -> bool:
-        """True if the first consumer is a kernel. A kernel can read the terms of all ranks, and sum them itself."""
+        """True if the first consumer is a kernel. A kernel can read the terms of all ranks, and sum the terms itself."""
         users = [user for user in self.flow.consumers[op.result.name] if not self.flow.is_view(user)]
         return bool(users) and users[0].result.stream is None and bool(OPS[users[0].kind].cpp)
 

@@ -1,5 +1,5 @@
-"""Lowers attention. One instruction computes the result, and the log-sum-exps of the scores if the program uses them. Another instruction
-computes the gradients.
+"""Lowers attention. One instruction computes the result, and the log-sum-exps of the scores if the program uses log-sum-exps. Another
+instruction computes the gradients.
 
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
@@ -33,8 +33,8 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 @dataclass(frozen=True)
 class Seen:
-    """Rows of a rank that attend to a block of keys, and the columns that they see. `rows` and `columns` are 0 or 1 for a half, or None for
-    all. `diagonal` is the diagonal of the causal mask, or None without a mask."""
+    """Rows of a rank that attend to a block of keys, and the columns that these rows see. `rows` and `columns` are 0 or 1 for a half, or
+    None for all. `diagonal` is the diagonal of the causal mask, or None without a mask."""
 
     rows: int | None = None
     columns: int | None = None

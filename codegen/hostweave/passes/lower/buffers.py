@@ -27,8 +27,8 @@ class Buffers:
         self.chunks: dict[str, str] = {}  # result of a view op in a loop -> view of the current chunk
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Maps inputs, and outputs that ops write, to their parameters. Other views, and inputs that are returned, are copied later. So is
-        a result in donated memory, because other ops may still read this memory. `reuse_in_place` later removes such copies if possible."""
+        """Maps inputs, and outputs that ops write, to their parameters. Other outputs (views and inputs) are copied later. So is a result
+        in donated memory, because a later op may still read this memory. `reuse_in_place` later removes such copies if possible."""
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.made.items() if not self.flow.is_view(op)} | inverse_view
         self.by_value |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written and not p.memory}
@@ -128,7 +128,7 @@ class Buffers:
         if name in self.by_step:
             wanted = f"{name}_{steps.index.name}"
             view = self.b.select(self.by_step[name], 0, steps.block, wanted)
-            if steps.splits(value, dim):  # Such chunks are stored with the shards first.
+            if steps.splits(value, dim):  # Chunks with several shards are stored with the shards along the first dim.
                 rank = len(self.b.types[view].shape)
                 view = self.b.permute(view, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{wanted}_in_order")
             shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps), self.flow.mesh, value, dim)
@@ -213,7 +213,7 @@ class Buffers:
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:
-    """Part of `target` for operand `number`. `target` is the result of a concat or pad, or its current chunk."""
+    """Part of `target` for operand `number`. `target` is the result of a concat or pad, or the current chunk of this result."""
     types, source = operand_types(op, flow.types), flow.values[op.tensors[0]]
     begin = OPS[op.kind].parts
     assert begin is not None

@@ -28,7 +28,7 @@ class Kernels:
 
     def computing(self, op: Op, sources: Sequence[str], target: str) -> str:
         """Kernel that computes `op` on these buffers."""
-        names: dict[str, str] = {}  # buffer -> operand; two operands share a buffer if one is a view of the other
+        names: dict[str, str] = {}  # buffer -> operand; two operands share a buffer if one operand is a view of the other operand
         for operand, buffer in zip(op.tensors, sources, strict=True):
             names.setdefault(buffer, operand)
         called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}
@@ -39,7 +39,7 @@ class Kernels:
         return self.keep(ir.Kernel("", inputs, (body,)), same)
 
     def keep(self, kernel: ir.Kernel, same: object = None) -> str:
-        """Registers a kernel, unless an equal one exists. Returns its name."""
+        """Registers a kernel, unless an equal kernel exists. Returns the name of the registered kernel."""
         same = same or kernel
         if same not in self.made:
             self.made[same] = replace(kernel, name=self.free(kernel.descriptive_name))

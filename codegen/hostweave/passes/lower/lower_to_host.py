@@ -78,7 +78,7 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
     for body in (fusion, *reversed(fusion.functions)):  # Callers come before callees.
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # Later calls pass other memory.
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # Only call 0 passes the operand's memory.
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given
@@ -126,7 +126,7 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
-        # Donated memory is written last, because copies to other results may still read it.
+        # Donated memory is written last, because copies to other results may still read this memory.
         for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
             b.location = flow.made[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
@@ -276,7 +276,7 @@ class _Lowering:
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
-        """Adjusts the axes of a reduction to a chunk. A chunk may lack the dim of the loop, or split it into two dims."""
+        """Adjusts the axes of a reduction to a chunk. A chunk may lack the dim of the loop, or have two dims instead of this dim."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op
@@ -411,7 +411,7 @@ class _Lowering:
                 self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(rank), count, f"{source}_{rank}"), block))
 
     def assemble(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
-        """Copies operands of a concat or pad to their parts of the result, unless they were computed there. Fills the borders of a pad."""
+        """Copies operands of a concat or pad to their parts of the result, unless computed in these parts. Fills the borders of a pad."""
         for number, source in enumerate(sources):
             block = part(self.b, self.flow, op, number, target, steps)
             if block != source:

@@ -23,7 +23,7 @@ from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType, strided, strides_of
 
-MAX_JOINED = 16  # most operands that one kernel concatenates
+MAX_JOINED = 16  # maximum number of operands that one kernel concatenates
 
 STRIDED_OPERANDS = 5  # a gradient of attention accepts any strides of its first 5 operands
 
@@ -33,8 +33,8 @@ PlacedOperand = tuple[Op, int]  # a concat or pad, and the index of an operand
 @dataclass(frozen=True)
 class Placement:
     parts: dict[str, PlacedOperand]  # value -> concat or pad in whose result the value is computed
-    by_kernel: frozenset[str]  # results of concat and pad that one kernel computes; the kernel can fuse with others
-    inverse_view: dict[str, Op]  # value -> its view; the view gets memory, and the value's op writes there
+    by_kernel: frozenset[str]  # results of concat and pad that one kernel computes; the kernel can fuse with other kernels
+    inverse_view: dict[str, Op]  # value -> its view; the view gets memory, and the value's op writes to this memory
     within_loops: frozenset[str]  # values that only one loop uses, so that their layout is free
     by_shards: frozenset[str]  # gathered values that a loop reads shard by shard; each shard is contiguous
 
@@ -91,7 +91,7 @@ def _is_pointwise(op: Op) -> bool:
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
-    """Operands of concat and pad that are computed in the result. Other consumers must be able to read such an operand there."""
+    """Operands of concat and pad that are computed in the result. All further consumers must be able to read such operands."""
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
@@ -103,7 +103,8 @@ def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand
 
 
 def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
-    """True if a value can be stored in the memory of `op`'s result. Other consumers must be attention ops, which read strided operands."""
+    """True if a value can be stored in the memory of `op`'s result. All consumers except `op` must be attention ops, which read strided
+    operands."""
     users = flow.consumers[name]
     others = [user for user in users if user != op]
     are_read = all(user.kind in COUNTS and name in user.tensors[:STRIDED_OPERANDS] for user in others)
@@ -128,7 +129,7 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, PlacedOperand]) -> dict[str, Op]:
-    """Maps a value to its view that gets the memory. The value's op writes through the inverse view."""
+    """Maps a value to the view of the value that gets the memory. The value's op writes through the inverse view."""
     found = dict[str, Op]()
     for name, (whole, _) in parts.items():
         view = flow.made[name]

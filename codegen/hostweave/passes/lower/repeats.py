@@ -32,7 +32,7 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True)
 class _Carried:
-    """Memory of a value that each call passes to the next."""
+    """Memory of a value that each call passes to the next call."""
 
     name: str
     source: str  # operand of the first call
@@ -87,7 +87,7 @@ class RepeatLowering:
         return bool(function.donated) and function.donated[result] == function.inputs[operand].name
 
     def whole(self, op: Op, name: str) -> str:
-        """Buffer of the stacked results of all calls: the donated input if no later op reads it, or other memory."""
+        """Buffer of the stacked results of all calls: the donated input if no later op reads this input, otherwise separate memory."""
         memory = self.memories.get(name, "")
         if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
             self.buffers.by_value[name] = name  # the output parameter
@@ -122,12 +122,12 @@ class RepeatLowering:
         return carried
 
     def is_temporary(self, name: str) -> bool:
-        """True if later calls may overwrite the memory of a value, because only the repeat reads it."""
+        """True if later calls may overwrite the memory of a value, because only the repeat reads the value."""
         users = [user for user in self.flow.consumers[name] if user.kind != "output"]
         return self.flow.viewed(name) not in self.inputs and len(users) == 1 and name not in self.flow.fusion.outputs
 
     def turn(self, op: Op, carried: _Carried, index: Var, parameter: str) -> tuple[str, str]:
-        """Buffer that call `index` reads, and buffer that it writes for the next call."""
+        """Buffer that call `index` reads, and buffer that this call writes for the next call."""
         b, name, (first, *others) = self.b, carried.name, carried.buffers
         own, taken = f"{name}_{index.name}", f"{parameter}_{index.name}"
         if carried.keeps == "given":
@@ -162,6 +162,6 @@ class RepeatLowering:
             self.put(self.b.select(whole, 0, Const(0) if op[BACKWARD] else end, name), name)
 
     def put(self, view: str, name: str) -> None:
-        """Maps a value to a view. If the value already has memory, copies the view there."""
+        """Maps a value to a view. If the value already has memory, copies the view to this memory."""
         if self.buffers.by_value.setdefault(name, view) != view:
             self.b.emit(ir.Copy(view, self.buffers.by_value[name]))

@@ -23,7 +23,7 @@ class Reshards:
         self.lowerings: dict[str, Lowering] = {}  # result of a reshard in a chunk loop -> its lowering
 
     def begin_loop(self, loop: ChunkLoop, steps: LoopSteps) -> Lowering | None:
-        """Creates the lowerings of the reshards in a loop. Returns the first one, or None if the loop has no communication."""
+        """Creates the lowerings of the reshards in a loop. Returns the first lowering, or None if the loop has no communication."""
         made, all = {op.result.name for op in loop.ops}, [op for op in loop.ops if op.result.walked.algorithm]
         for ops in [all] if loop.by_block else [[op] for op in all]:
             algorithm = find_algorithm(ops[0].kind, ops[0].result.walked.algorithm or "")

@@ -64,7 +64,7 @@ class ScaledMatmuls:
 
         def direct(accumulates: bool, into: str | None = None) -> None:
             of_a = self.by_rows(a, steps), self.scale(scale_a, a, has_blocks, steps)
-            if accumulates or lies_along(self.b.types[target], 1):  # The verifier rejects an accumulation onto other layouts.
+            if accumulates or lies_along(self.b.types[target], 1):  # The verifier rejects an accumulation onto a target with strided rows.
                 self.matmul(of_a, of_b, target, accumulates, into)
                 return
             with packed_destination(self.b, target, steps) as packed:
@@ -85,7 +85,7 @@ class ScaledMatmuls:
             multiply(False, None)
 
     def matmul(self, of_a: Scaled, of_b: Scaled, target: str, accumulates: bool, into: str | None = None) -> None:
-        """Emits a matmul that writes `into`, by default `target`. If it accumulates, it adds the contents of `target`."""
+        """Emits a matmul that writes `into`, by default `target`. If `accumulates`, the matmul adds the contents of `target`."""
         (a, scale_a), (b, scale_b) = of_a, of_b
         result = self.b.reshape(into or target, self.b.types[target].shape, f"{into}_matrix")
         self.b.emit(ir.Matmul(a, b, result, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))

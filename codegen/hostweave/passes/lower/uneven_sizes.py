@@ -18,8 +18,8 @@ Even = tuple[Dim, Mesh, str]  # a dim that must divide evenly over a mesh, and t
 
 
 def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
-    """Sizes that need not divide evenly among ranks, in order of appearance. Raises ProgramError if an int divides unevenly, and an op does
-    not support this."""
+    """Sizes that need not divide evenly among ranks, in order of appearance. Raises ProgramError if an int divides unevenly, and an op
+    needs an even split."""
     sharded: dict[str, None] = {}
     even: set[str] = set()
     for body in (*fusion.functions, fusion):  # A size has the same value in all bodies.
