@@ -135,6 +135,6 @@ def test_every_benchmark_is_here() -> None:
 
 
 def test_every_benchmark_prints_versions() -> None:
-    """Each benchmark prints versions, or calls `times_on_ranks`, which prints them."""
+    """Each benchmark prints versions, or calls `times_on_ranks`, which prints versions."""
     prints = re.compile(r"\b(?:print_machine|print_tools|times_on_ranks)\(")
     assert [path.name for path in BENCHMARKS.glob("*.py") if not prints.search(path.read_text())] == []

@@ -40,8 +40,8 @@ def alone() -> None:
 
 
 def _take(lock: TextIO, kind: int) -> None:
-    """Takes the lock of the GPUs. While a test waits for this lock, later tests wait for the lock `gate`. So they do not overtake the
-    waiting test."""
+    """Takes the lock of the GPUs. While a test waits for this lock, later tests wait for the lock `gate`. So later tests do not overtake
+    the waiting test."""
     with open(Path(os.environ[FOLDER], "gate.lock"), "w") as gate:
         fcntl.flock(gate, fcntl.LOCK_EX)
         fcntl.flock(lock, kind)

@@ -228,7 +228,7 @@ def times_of(fusion: Fusion, sizes: dict[str, int]) -> dict[str, float]:
 
 
 def test_the_time_of_a_sort_is_that_of_its_steps() -> None:
-    """One thread block sorts 2048 elements in 66 steps, which took 32 us on H200. Other kernels can use the other multiprocessors."""
+    """One thread block sorts 2048 elements in 66 steps, which took 32 us on H200. Other kernels can use all multiprocessors except one."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), i=hw.i32["M"], x=hw.bf16["N@x", "N"])
     def sorted_beside(i: hw.Tensor, x: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

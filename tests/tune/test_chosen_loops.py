@@ -93,7 +93,7 @@ def test_a_gather_that_is_read_again_after_its_loop(alternative: str, chunks: in
 
 @pytest.mark.parametrize("algorithm", ["put", "p2p"])
 def test_a_batch_of_one(algorithm: str) -> None:
-    """Chunks of a dim are contiguous if all dims before it have size 1, as in PyTorch modules with a batch of one."""
+    """Chunks of a dim are contiguous if all preceding dims have size 1, as in PyTorch modules with a batch of one."""
     w = hw.f32["K", "F@x"]
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32[1, "M@x", "K"], wg=w, wu=w, wd=hw.f32["F@x", "N"])

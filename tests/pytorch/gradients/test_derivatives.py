@@ -54,7 +54,7 @@ def of_two(module: Stack) -> None:
     module.both = True
 
 
-# For each change to a stack of 5 equal layers, the number of traced layers. The first layer differs from the others, because it computes no
+# For each change to a stack of 5 equal layers, the number of traced layers. The first layer is traced separately, because it computes no
 # gradient of its input.
 CASES: dict[Callable[[Stack], None], int] = {lambda module: None: 2, frozen: 3, tied: 2, of_two: 2}
 

@@ -19,7 +19,7 @@ import hostweave.torch  # noqa: E402
 
 
 class Rotated(nn.Module):
-    """A layer like Llama's, with one head of keys. Tables of rotary embeddings are buffers. So they are inputs, not constants."""
+    """A layer like Llama's, with one head of keys. Tables of rotary embeddings are buffers. So the tables are inputs, not constants."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ def test_entries_of_other_kinds(number: int, kind: str) -> None:
 
 
 def refusals(batch: list[Entry], is_backward: bool) -> dict[str, str]:
-    """Refused entries of a batch, with the reasons. If a batch is refused, each of its halves is tried separately.
+    """Refused entries of a batch, with the reasons. If a batch is refused, each half of the batch is tried separately.
 
     Some entries only return their arguments. A product gives each batch at least one op.
     """

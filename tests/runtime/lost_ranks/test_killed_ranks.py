@@ -38,7 +38,7 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 @pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
 def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
-    """The other ranks get an error, and form a new group. Each rank keeps its graphs until it exits. Until then, NCCL destroys no
+    """The other ranks get an error, and form a new group. Each rank keeps its graphs until the rank exits. Until then, NCCL destroys no
     communicator."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
