@@ -20,23 +20,23 @@ class Options:
     """Options of `hw.compile`.
 
     - `streams`: largest number of CUDA streams of a chunk loop. Iteration i runs on stream i modulo the number of streams.
-    - `check`: True proves that the host program has no races and no deadlocks, and compares its results with those of the fusion. False
-      skips the check. The default checks programs for up to 16 ranks.
+    - `check`: True proves that the host program has no races and no deadlocks, and compares the results with the results of the fusion.
+      False skips the check. The default checks programs for up to 16 ranks.
     - `sizes`: typical sizes of dims by name. The compiler optimises for these sizes. Other sizes count as 4096.
-    - `overlap`: with "auto", a chunk loop overlaps a reshard with its matmuls or attention if the cost model predicts a gain. This needs
-      known sizes: ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent computation if the
-      cost model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest. Later compiles
-      reuse the result. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states by
-      `.stream(...)`. If the chunks of a chosen loop do not divide a size of a call, this call runs without chosen loops.
+    - `overlap`: with "auto", a chunk loop overlaps a reshard with matmuls or attention if the cost model predicts a gain. The prediction
+      needs known sizes: ints in the program, or names in `sizes`. "auto" also overlaps other communication with independent computation if
+      the cost model predicts a gain. "search" runs the best alternatives on all ranks in this process, and keeps the fastest. Later
+      compiles reuse the result. "search" needs all sizes. "off" runs all communication in sequence, except in loops that the program states
+      by `.stream(...)`. If the chunks of a chosen loop do not divide a size of a call, this call runs without chosen loops.
       `Program.explain` shows the choices.
-    - `choices`: algorithms that replace those of the cost model, such as `{"@ag_matmul %x_gathered": "put(8)"}`. The keys are the names
-      that `Program.explain` shows. "none" means no loop.
-    - `machine`: figures for the cost model. By default, these are the figures that `hostweave calibrate` measured on this machine. If there
-      are none, an H100 or H200 uses the figures that come with the package. Other GPUs use the figures of H200, and `Program.explain` says
-      so. The default on the CPU target is always H200.
+    - `choices`: algorithms that replace the choices of the cost model, such as `{"@ag_matmul %x_gathered": "put(8)"}`. The keys are the
+      names that `Program.explain` shows. "none" means no loop.
+    - `machine`: figures for the cost model. By default, `machine` has the figures that `hostweave calibrate` measured on this machine.
+      Without measured figures, an H100 or H200 uses the figures that come with the package. Other GPUs use the figures of H200, and
+      `Program.explain` says so. The default on the CPU target is always H200.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds only the total. By default each rank
       rounds its partial sum to the dtype of the result.
-    - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), and accumulate in f32. This is several times faster.
+    - `tf32`: f32 matmuls on GPUs round their operands to TF32 (10 bits of mantissa), and accumulate in f32. TF32 is several times faster.
       The CPU target does not round.
     - `transport`: how ranks transfer data.
       - two_sided: collectives, sends and recvs of the communication library.
@@ -51,8 +51,8 @@ class Options:
       ring, or a collective of a slice of every shard.
 
     - `windows`: names of inputs and outputs whose arrays are allocated by `group.empty`. One-sided communication accesses these arrays in
-      place. Without this option, a call with such arrays compiles a variant for them. With the option, other arrays are refused for the
-      inputs and outputs that peers access.
+      place. Without this option, a call with such arrays compiles a variant for these arrays. With the option, other arrays are refused for
+      the inputs and outputs that peers access.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if inputs and outputs are in the same memory as in an earlier call.
       Later calls with these arrays launch the graph. Use "auto" if the host takes longer to enqueue a call than the GPU takes to run the
       call. The default captures no call.
@@ -61,16 +61,17 @@ class Options:
       if `out=` names the same arrays, or if the allocator reuses freed memory.
 
       With transports two_sided and one_sided, either all ranks run a call as a graph or none does. The ranks decide together before calls
-      3, 5, 9, 17 and so on, and at least every 4096 calls. They choose graphs if nearly all calls since the last decision used arrays of
-      earlier calls, on every rank. Until the next decision, calls with new arrays are then captured too.
+      3, 5, 9, 17 and so on, and at least every 4096 calls. The ranks choose graphs if nearly all calls since the last decision used arrays
+      of earlier calls, on every rank. Until the next decision, calls with new arrays are then captured too.
 
     - `stages`: "auto" reorders the stages of a pipeline over meshes if the cost model predicts a gain. "as_written" keeps the order of the
       program, as do `overlap="off"` and chunk loops.
-    - `tune`: measures the algorithms that cuBLASLt recommends for each matmul, and uses the fastest. Without `tune`, the first is used. The
-      first call at new sizes, or `Program.prepare`, measures. Algorithms that need more than the workspace of the matmul are skipped. All
-      ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. `tune` has no effect on the CPU
-      target.
-    - `verify_calls`: ranks that are processes compare their programs and shapes before every call. Ranks that are threads always do.
+    - `tune`: measures the algorithms that cuBLASLt recommends for each matmul, and uses the fastest. Without `tune`, the first algorithm is
+      used. The first call at new sizes, or `Program.prepare`, measures. Algorithms that need more than the workspace of the matmul are
+      skipped. All ranks use the same algorithms. Results are stored in the cache folder, by GPU and cuBLASLt version. `tune` has no effect
+      on the CPU target.
+    - `verify_calls`: ranks that are processes compare their programs and shapes before every call. Ranks that are threads always compare
+      programs and shapes.
 
     Raises ProgramError for an option with an invalid value.
 

@@ -18,10 +18,10 @@ class IndexMap:
     `unwalked`. A dim without a label (None) has one element, or cannot be sharded, such as a dim that the op slices, pads or concatenates.
 
     - `outer`: labels of dims that ranks can split, but chunk loops cannot. An example is the outermost of dims that a reshape merges.
-    - `blocks`: labels of dims that the op processes in blocks, with the number of blocks. Only this number of ranks can split the dim, one
+    - `blocks`: labels of dims that the op processes in blocks, with the number of blocks. Only n ranks can split a dim of n blocks, one
       block per rank.
-    - `unwalked`: labels of dims whose elements the op chooses by index, or needs all at once. An op with such labels is never in a chunk
-      loop.
+    - `unwalked`: labels of dims whose elements the op chooses by index, or needs all at once. An op with unwalked labels is never in a
+      chunk loop.
     """
 
     operands: tuple[Labels, ...]

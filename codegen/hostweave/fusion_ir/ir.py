@@ -49,7 +49,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # most iterations of a chunk loop if their number is an int, because some passes compare all pairs
+MAX_STEPS = 2**12  # maximum number of iterations of a chunk loop if the number is an int: some passes compare all pairs
 
 
 CHUNKINGS = ("by_shard", "across_shards")
@@ -62,8 +62,7 @@ class Stream:
 
     Before the pass `choose_overlap`, a stream also requests these properties of a `ChunkLoop`:
 
-    - `chunks`: number of iterations. If None, an iteration computes one index of the dim, or of each shard, and its values do not have the
-      dim.
+    - `chunks`: number of iterations. If None, an iteration computes one index of the dim, or of each shard, and no loop value has the dim.
     - `chunking`: `by_shard`, `across_shards`, or None if not chosen yet.
     """
 
@@ -89,8 +88,8 @@ class Stream:
 class Value:
     """A named tensor.
 
-    If `pinned`, no pass may change the sharding. If `is_async`, the value is the result of a communication on a separate stream, with this
-    `transport` if it is not "". `group` is set for an input that is a parameter group.
+    If `pinned`, no pass may change the sharding. If `is_async`, the value is the result of a communication on a separate stream, through
+    `transport` if `transport` is not "". `group` is set for an input that is a parameter group.
     """
 
     name: str
@@ -169,7 +168,7 @@ class Op:
 class ChunkLoop:
     """A loop over the chunks of a dim. Each iteration computes one chunk of every op.
 
-    - `steps`: number of iterations. If `drops_dim`, a chunk is one index of the dim, or of each shard, and its values do not have the dim.
+    - `steps`: number of iterations. If `drops_dim`, a chunk is one index of the dim, or of each shard, and no loop value has the dim.
     - `chunking`: `by_shard` (chunk i is block i of the global dim) or `across_shards` (chunk i has slice i of every shard).
     - `rotation`, in a loop by shard: a rank computes its own block first (`local_first`), last (`local_last`), or in the common order
       (None).
@@ -270,7 +269,7 @@ class Fusion:
 
     @property
     def numbered_results(self) -> tuple[tuple[str, int | None], ...]:
-        """For each entry of `results`: the name of the output, and the index in its parameter group or None."""
+        """For each entry of `results`: the name of the output, and the index in the output's parameter group or None."""
         return tuple((value.name, number) for value, number, _ in one_by_one(self._grouped_outputs))
 
     @property
@@ -280,7 +279,7 @@ class Fusion:
 
     @cached_property
     def depths(self) -> dict[str, int]:
-        """Number of tensors of each parameter group whose first dim is a symbol, by this symbol."""
+        """Maps each symbol that is the first dim of a parameter group to the number of tensors of the group."""
         grouped = (
             (value.type.shape[:1], value.group)
             for value in (*self.inputs, *(self._grouped_outputs if self.returned else ()))

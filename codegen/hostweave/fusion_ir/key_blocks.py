@@ -19,7 +19,7 @@ class BlockWriter(OpRewriter):
 
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # log-sum-exps -> their maximum, the shift, and the sum of exp(lse - shift), at least 1
+        # log-sum-exps -> three values: the maximum, the shift, and the sum of exp(lse - shift), at least 1
         self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
@@ -82,7 +82,7 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
     """Yields the ops of `attended_alone` whose keys and values were sharded alike and are all-gathered. With a causal mask, rows must be
-    sharded like these keys. Skips ops on a part of the mesh."""
+    sharded like the keys before the all-gather. Skips ops on a part of the mesh."""
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors
         keys, values = map(fusion.made.get, others)

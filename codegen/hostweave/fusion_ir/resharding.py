@@ -26,7 +26,7 @@ DEFAULT_SIZE = 4096  # assumed value of an unknown size symbol
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """A step of a reshard: kind and attributes of its op.
+    """A step of a reshard: kind and attributes of the step's op.
 
     - An all_gather, reduce_scatter or shard changes the axes of `dim`. An all_to_all moves the axes from `dim` to dim `to`.
     - In a permute_shards, rank i of a process group gets the shard of rank `sources[i]`.
@@ -41,7 +41,7 @@ class ReshardStep:
     to: int | None = None
     reduction: str = ""
     root: int | None = None
-    sources: tuple[int, ...] | None = None  # None in a plan, where the types determine them
+    sources: tuple[int, ...] | None = None  # None in a plan, where the types determine the sources
     target: TensorType | None = None
     blocks: Transfer | None = None  # None in a plan
 
@@ -156,10 +156,10 @@ def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """Splits a reshard that changes dims to or from zigzag into two reshards, as pairs of types. Any other reshard stays one pair.
+    """Splits a reshard that changes dims to or from zigzag into two reshards, as pairs of types. All other reshards stay one pair.
 
-    The first pair ends, and the second begins, with these dims unsharded. Between the pairs, each rank reorders the pieces of the dims. In
-    the pairs, plain axes stand for zigzag axes, because both pieces of a rank move together.
+    The first pair ends, and the second begins, with the changed dims unsharded. Between the pairs, each rank reorders the pieces of the
+    dims. In the pairs, plain axes stand for zigzag axes, because both pieces of a rank move together.
     """
     changed = zigzag_changes(source, target)
     if not changed:
@@ -282,7 +282,7 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
     reduction = now.partial.op if now.partial else ""
-    is_scattered = reduction in find_transport(DEFAULT).reduces  # other reductions can only be all-reduced
+    is_scattered = reduction in find_transport(DEFAULT).reduces  # otherwise the value can only be all-reduced
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
@@ -332,7 +332,7 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """Rank in the process group from which each rank gets its new shard: the rank itself if it has this shard already."""
+    """For each rank of a process group: the source of the rank's new shard, or the rank itself if it has the shard already."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):

@@ -73,7 +73,7 @@ def without_loops(fusion: Fusion) -> Fusion:
 
 
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
-    """Moves views of inputs to the front, so that they do not separate ops of a loop."""
+    """Moves views of inputs to the front, so that views do not separate ops of a loop."""
     known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
     for op in fusion.ops:
         is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)

@@ -40,7 +40,7 @@ class ShardingRule:
     shapes: tuple[tuple[Dim, ...], ...]  # dims of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # required layouts of the operands, if `stated` or `carried` of OpDef gives them
+    taken: tuple[Layout, ...] | None = None  # required layouts of the operands, if `stated` or `carried` of OpDef gives layouts
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
         """True if dim `dim` of the result, and all dims of operands with the same label, can be split like `wanted`."""
@@ -62,7 +62,7 @@ class ShardingRule:
         return tuple(tuple(axes.get(label, ()) if label is not None else () for label in labels) for labels in self.indices.operands)
 
     def computed(self, result: Layout) -> Layout:
-        """Layout before the reduction of the partial result, if `result` is the layout after it."""
+        """Layout before the reduction of the partial result, if `result` is the layout after the reduction."""
         partial = self.partial_axes
         return tuple(some_of(axes, lambda axis: axis not in partial) for axes in result)
 
@@ -71,7 +71,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     """Derives the sharding rule of an op. `mesh` is the mesh of the program.
 
     If a mesh axis splits dims of different labels, a label of the result takes precedence over a reduced label. Among labels of the result,
-    earlier operands take precedence, or later operands if the op has `last_is_first`. Among reduced labels, earlier operands do.
+    earlier operands take precedence, or later operands if the op has `last_is_first`. For reduced labels, earlier operands come first.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)
@@ -150,7 +150,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
 
 
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
-    """True if the op can be applied to the terms of partial operands before their sum. An `astype` must not round the terms."""
+    """True if the op can be applied to the terms of partial operands before the terms are added. An `astype` must not round the terms."""
     partial = [type.partial is not None for type in operands]
     if op.kind == "astype":
         before, after = operands[0].dtype, op.result.type.dtype

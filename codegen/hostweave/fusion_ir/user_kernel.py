@@ -50,7 +50,7 @@ class UserKernel:
     per: int
     block: int  # threads per block
     lines: tuple[str, ...]
-    cpu: tuple[str, ...] = ()  # function for the CPU target, if it differs
+    cpu: tuple[str, ...] = ()  # function for the CPU target, if different from `lines`
     location: Location | None = field(default=None, compare=False)  # location of the first line
     cpu_location: Location | None = field(default=None, compare=False)
 
@@ -64,7 +64,7 @@ class UserKernel:
 
     @property
     def signature(self) -> str | None:
-        """C++ signature: `__global__ void scale(const float* x, float* y)`. None if the source has no such function."""
+        """C++ signature: `__global__ void scale(const float* x, float* y)`. None if the source has no function of this name."""
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(self.lines), flags=re.S)
         text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
         found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{self.function}\s*\(([^)]*)\)', text)

@@ -18,7 +18,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Levels of strictness. "input" is for traced fusions. Each further level adds rules that hold after the pass of this name.
+# Levels of strictness. "input" is for traced fusions. A further level is the name of a pass, and adds rules that hold after this pass.
 LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 
 # Example values of required attributes by type, for error messages.

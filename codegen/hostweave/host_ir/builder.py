@@ -35,7 +35,7 @@ class _Scope:
 class Builder:
     def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transports: tuple[Transport, ...]) -> None:
         self._program, self._channels = program, channels  # channels of the whole program, by name
-        self.transports = transports  # in order of preference; a channel gets the first transport that supports its instructions
+        self.transports = transports  # in order of preference; a channel gets the first transport that supports the channel's instructions
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
         self.location: Location | None = None  # location of the op that is being lowered
@@ -62,7 +62,7 @@ class Builder:
         return self.events[-1].name
 
     def loop_index(self) -> str:
-        """Name of the index of the next loop: the first unused of i, j, k and l, otherwise i_2 and so on. Loops at one depth share the
+        """Name of the index of the next loop: the first unused name of i, j, k and l, otherwise i_2 and so on. Loops at one depth share the
         name."""
         if self._depth == len(self._indices):
             self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._used_names), "i")))
@@ -79,14 +79,14 @@ class Builder:
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """Emits a copy whose result the current body does not read, or appends the copy to `aside` if that is a list."""
+        """Emits a copy whose result the current body does not read, or appends the copy to `aside` if `aside` is a list."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """Calls `emit`, which emits a sum of terms, or appends `emit` to `sums` if that is a list."""
+        """Calls `emit`, which emits a sum of terms, or appends `emit` to `sums` if `sums` is a list."""
         if self.sums is None:
             emit()
         else:
@@ -122,7 +122,7 @@ class Builder:
 
     @contextmanager
     def looped(self) -> Iterator[list[tree.Instruction]]:
-        """Emits into the body of a loop. Names of its `let` integers may be reused after the loop."""
+        """Emits into the body of a loop. Names of `let` integers in the body may be reused after the loop."""
         self._depth += 1
         with self.nested() as body:
             yield body
@@ -167,7 +167,7 @@ class Builder:
 
     @property
     def channel_of_all(self) -> str:
-        """Channel of all ranks. The index of a rank in the process group is its number in the program."""
+        """Channel of all ranks. The index of a rank in the process group is the number of the rank in the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes), MESSAGES)
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:
@@ -260,7 +260,7 @@ class Builder:
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """Follows views that show all elements of a contiguous source. Returns the last source, or `name` if there is none."""
+        """Follows views that show all elements of a contiguous source. Returns the last source, or `name` if there is no such view."""
         while (view := self._view_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
@@ -269,7 +269,7 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True for parameters that peers can access, and for every allocation, because `with_windows` moves it to a window if needed."""
+        """True for parameters that peers can access, and for every allocation, because `with_windows` can move allocations to windows."""
         return name in self._windows
 
     def is_outside(self, name: str) -> bool:

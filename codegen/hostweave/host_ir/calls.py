@@ -15,7 +15,7 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
     """Every function as a separate program, callees before callers, then the main program. If there are functions, each program declares
-    only the kernels and uneven sizes that it needs, and the events that it and earlier functions need."""
+    only its kernels and uneven sizes, and the events that the program and earlier functions need."""
     if not program.functions:
         return (program,)
     parts = [
@@ -26,7 +26,7 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_used_parts(part: ir.HostProgram) -> ir.HostProgram:
-    # Analyses inline callees, and so need their events.
+    # Analyses inline callees, and so need the events of callees.
     events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))
     return replace(
         part,
@@ -61,7 +61,7 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
     """Inverse of `bodies`. If there are several parts, merges equal kernels, and removes unused channels. If two event pools, or two
-    different kernels, have one name, renames the second. A pool of streams gets the largest size that a part declares."""
+    different kernels, have one name, renames the second pool or kernel. A pool of streams gets the largest size that a part declares."""
     program = parts[-1]
     if len(parts) == 1:
         return program
@@ -110,8 +110,8 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """Inlines all calls, for analyses that read only the main body.
 
     Buffer `%h` of `@layer` becomes `%layer_h`, and `%layer_h_2` in the second call. Memory that the function does not free is deallocated
-    after each call, so the next call can reuse it. If the function has donated inputs, its inputs become `as_given` views, and results in
-    donated memory become `take_over` views. Arguments replace all other parameters.
+    after each call, so the next call can reuse the memory. If the function has donated inputs, its inputs become `as_given` views, and
+    results in donated memory become `take_over` views. Arguments replace all other parameters.
     """
     return _Inlining(program).program() if program.functions else program
 
@@ -150,8 +150,8 @@ class _Inlining:
         return (*before, *self.body(renamed((*function.body, *missing_deallocations(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
-        """Instructions before and after the inlined body. There are none if no input is donated. Renames parameters in `names` to the new
-        views."""
+        """Instructions before and after the inlined body. There are no instructions if no input is donated. Renames parameters in `names`
+        to the new views."""
         donated = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
         for kind, parameters in ((AsGiven, function.inputs if donated else ()), (TakeOver, donated)):

@@ -18,7 +18,7 @@ def _operator(op: str) -> Callable[[Expr, Expr | int], Expr]:
 
 @dataclass(frozen=True)
 class Expr:
-    """An integer, or the truth value (0 or 1) of a comparison. The operators +, -, *, // and % need an Expr on their left."""
+    """An integer, or the truth value (0 or 1) of a comparison. The operators +, -, *, // and % need an Expr as the left operand."""
 
     text: ClassVar[str] = ""  # format string with the names of fields
     __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
@@ -60,7 +60,7 @@ class Rank(Expr):
 
 @dataclass(frozen=True)
 class Symbol(Expr):
-    """A symbolic size: a name, `ceil(M/8)`, `local(M, x)` (size of this rank's block of M along x) or `first(M, x)` (its first index)."""
+    """A symbolic size: a name, `ceil(M/8)`, `local(M, x)` (size of the rank's block of M along x) or `first(M, x)` (start of the block)."""
 
     size: Atom
     text = "{size}"
@@ -89,7 +89,7 @@ class Binary(Expr):
 
     def __str__(self) -> str:
         precedence = OPERATORS[self.op][0]
-        # A chain of *, / and % is hard to read without parentheses, unless it has only *.
+        # A chain of *, / and % is hard to read without parentheses, unless all its operators are *.
         left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
         right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
         return f"{left} {self.op} {right}"

@@ -2,7 +2,7 @@
 
 All ranks share one program. The rank number is a run-time value. An instruction outside of all `stream` blocks runs on the caller's stream.
 
-Each instruction is a dataclass. Printer and parser follow its `syntax`. The roles of its fields say which buffers the instruction defines,
+Each instruction is a dataclass. Printer and parser follow its `syntax`. The roles of the fields say which buffers the instruction defines,
 reads, writes or frees. Most analyses and passes use only roles and traits, so a new instruction does not change them.
 """
 
@@ -33,8 +33,8 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
-MAX_WORDS = 3  # most ops of a kernel whose name lists its ops
-MAX_CHARACTERS = 48  # most characters of all result names, if the name of a kernel lists them all
+MAX_WORDS = 3  # maximum number of ops of a kernel whose name lists the ops
+MAX_CHARACTERS = 48  # maximum number of characters of all result names, if the name of a kernel lists all results
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Kernel:
         """Name that is made of the ops and the results: `negative_multiply_y`, or `fused_y` if there are many ops.
 
         The name omits iota, reshape, and the op of a returned value whose name begins with the op, such as `multiply_y`. If the names of
-        the results are long, the name has only the last of them. A kernel that updates its operand in place is named after the op and
-        the operand. A name without ops ends in `_kernel`.
+        the results are long, the kernel's name has only the last result. A kernel that updates its operand in place is named after the op
+        and the operand. A name without ops ends in `_kernel`.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -150,7 +150,7 @@ class Channel:
 
     @property
     def may_be_serialised(self) -> bool:
-        """True if communications of the channel must not overlap with those of other channels on the same device."""
+        """True if communications of the channel must not overlap with communications of other channels on the same device."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:
@@ -233,8 +233,8 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """Text without choices, because their predicted times may differ. Builds for one target and machine share an entry of the cache if
-        the code is equal. Ranks that make a call together compare the code."""
+        """Text without choices, because the predicted times of choices may differ. Builds for one target and machine share an entry of the
+        cache if the code is equal. Ranks that make a call together compare the code."""
         return str(replace(self, choices=()))
 
     @staticmethod
@@ -262,7 +262,7 @@ class HostProgram:
 
     @analysis
     def depths(self) -> dict[str, int]:
-        """Number of tensors of each parameter group whose first dim has a name, by this name."""
+        """Maps each name of the first dim of a parameter group to the number of tensors of the group."""
         grouped = ((p.type.shape[0].name, p.group) for p in (*self.inputs, *self.outputs) if p.group)
         return {name: len(group.names) for name, group in grouped if name}
 
@@ -319,7 +319,7 @@ def _listed(items: Iterable[object]) -> str:
 
 
 def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
-    """Yields names and local types of parameters, buffers and views, except in functions. Yields a name twice if two bodies define it."""
+    """Yields names and local types of parameters, buffers and views, except in functions. Yields a name of two bodies twice."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.items()
     for instruction in walk(program.body):
@@ -330,5 +330,5 @@ def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
 
 @analysis
 def buffer_types(program: HostProgram) -> dict[str, BufferType]:
-    """Local types of parameters, buffers and views, except those of functions."""
+    """Local types of parameters, buffers and views outside of functions."""
     return dict(defined_types(program))

@@ -43,7 +43,7 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     """Sizes that must not be negative in a call, such as `(M - 2)`, the number of indices after a slice. Omits sizes without a negative
-    coefficient, because they cannot be negative."""
+    coefficient, because these sizes cannot be negative."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
@@ -64,7 +64,7 @@ def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Global sizes that reductions without an identity reduce, each with the kind of the reduction. A call must not set them to 0."""
+    """Global sizes that reductions without an identity reduce, each with the kind of the reduction. Calls must not set a size to 0."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -76,14 +76,14 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """Number of indices of the source before and after a partial view. Empty for other instructions, and if the numbers are not known as
-    sizes."""
+    """Number of indices of the source before and after a partial view. Empty for all other instructions, and if the numbers are not known
+    as sizes."""
     if view.span is None:
         return ()
     dim, start, extent = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
-        return ()  # The compiler emits such a view only if it fits.
+        return ()  # The compiler emits such a view only if the view fits.
     return (before, dim_size - before - extent)
 
 
@@ -133,7 +133,7 @@ def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, in
 
 @ir.analysis
 def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
-    """Symbol, sum of symbols, or product of these -> number that must divide its value."""
+    """Symbol, sum of symbols, or product of symbols and sums -> number that must divide the value."""
     program = dedupe_functions(program)
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(program).items() if multiple > 1}
     for size in dims_and_trips(program):
@@ -155,7 +155,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """Symbol or sum of symbols -> number that must divide its value. Empty if the compiler chose no chunk loops."""
+    """Symbol or sum of symbols -> number that must divide the value. Empty if the compiler chose no chunk loops."""
     if not any(choice.chosen.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

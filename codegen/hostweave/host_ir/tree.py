@@ -1,6 +1,6 @@
 """Base class of host IR instructions, and functions that walk and rewrite bodies.
 
-A field with a role names a buffer, an event or another object. The role says how the instruction uses this object.
+A field with a role names a buffer, an event or another object. The role says how the instruction uses the object.
 """
 
 import re
@@ -45,8 +45,8 @@ RemoteRead = Annotated[str, "remote_read"]  # buffer in the memory of a peer
 RemoteWrite = Annotated[str, "remote_write"]
 Guarded = Annotated[str, "guard"]  # buffer that is not accessed; accesses to the buffer must not move across the instruction
 
-# Maps a role to the roles that it implies. An access to a peer's buffer counts as an access to the local buffer, because all ranks run the
-# same program.
+# Maps a role to the implied roles. An access to a peer's buffer counts as an access to the local buffer, because all ranks run the same
+# program.
 INCLUDED = {
     "update": ("read", "write"),
     "remote_read": ("read",),
@@ -65,11 +65,11 @@ class Instruction:
 
     syntax: ClassVar[str] = ""  # text format; the text omits a field with its default value, together with the words before the field
     calls: ClassVar[bool] = True  # False if the instruction only defines a name
-    shows: ClassVar[str] = ""  # "in order" for a view that shows all elements in their order; "all" if their order changes
+    shows: ClassVar[str] = ""  # a view of all elements: "in order" if in the order of the source, "all" if in another order
     copies: ClassVar[bool] = False  # True if the instruction can be removed when src and dst are the same memory
     work: ClassVar[str] = ""  # "compute", or "move" for copies, packs and fills; "" if the instruction does no local work
     orders: ClassVar[bool] = False  # True if no work may move across the instruction
-    marks: ClassVar[bool] = False  # True if the instruction records when a stream reaches it
+    marks: ClassVar[bool] = False  # True if the instruction records when a stream reaches the instruction
     log_sum_exps: ClassVar[str] = ""  # "gives" if the field `lse` is written, "takes" if it is read
     grouped: ClassVar[bool] = False  # True if the instruction posts several sends and recvs as one group
     # kind of communication: send, recv, collective, signal, wait_signal or get
@@ -85,7 +85,7 @@ class Instruction:
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """Libraries that this instruction needs in addition to those of every program."""
+        """Libraries that this instruction needs in addition to the libraries of every program."""
         return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
@@ -120,7 +120,7 @@ class Instruction:
 
     @property
     def ranks(self) -> Mesh | None:
-        """Mesh of an `on` body. Other ranks skip the body. None for other instructions."""
+        """Mesh of an `on` body. Ranks outside of the mesh skip the body. None for other instructions."""
         return None
 
     @property

@@ -8,8 +8,8 @@ gets
     outside: %m, %s, %r
 
 A thread computes these values once per row. It also computes the reciprocal of a hoisted f32 divisor once. In a pointwise kernel, the
-innermost loop is the loop over a vector. The same holds if each element of a vector has its own accumulator. An operand of a concat or pad
-is not hoisted, because a condition guards it.
+innermost loop is the loop over a vector. It is also the loop over a vector if each element of a vector has a separate accumulator. An
+operand of a concat or pad is not hoisted, because a condition guards the operand.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Splits rows over threads, which hold rows in registers. A row is held if it fits, and several loop nests
-(walks) use it. A row may also be held so that threads load it before a reduction that precedes its use.
+"""Splits rows over threads, which hold rows in registers. A row is held if the row fits, and several loop nests (walks) use the row. A row
+may also be held so that threads load the row before an earlier reduction.
 
     walk 0: reduce %mean_square of %x
     walk 1: store %y of %x and %weight
@@ -32,18 +32,18 @@ from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
 WARP = 32
-ROW_THREADS = 512  # most threads that share a row of known length
+ROW_THREADS = 512  # maximum number of threads that share a row of known length
 MANY_THREADS = 1024  # replaces ROW_THREADS if threads hold computed values, which need more registers
 LANES_PER_ROW = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp may then have several rows
 LINE = 8  # preferred minimum of threads that share a row: 8 accesses of 16 bytes read 128 bytes
-BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and most threads per block
+BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and maximum threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # vectors of a row per thread, in order of preference
-HELD = 20  # most accesses whose elements a thread holds: 80 registers
+HELD = 20  # maximum number of accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
-FEW_HELD, FEW_INPUTS = 16, 12  # most held accesses that count as few: with computed values, and with inputs only
+FEW_HELD, FEW_INPUTS = 16, 12  # maximum number of held accesses that count as few: with computed values, and with inputs only
 LARGE = 256  # threads of a large block; a few more registers per thread already reduce the number of such blocks per multiprocessor
-HELD_ROWS = 5  # most held rows of unknown length; a row counts once per 16 bytes of a vector
-LATE_BYTES = 16 << 10  # most bytes of rows that are held only for an early load, in a kernel without a collective
+HELD_ROWS = 5  # maximum number of held rows of unknown length; a row counts once per 16 bytes of a vector
+LATE_BYTES = 16 << 10  # maximum number of bytes of rows that are held only for an early load, in a kernel without a collective
 EXPENSIVE = 16  # lowest cost per element of an expensive value, in additions
 
 

@@ -1,4 +1,4 @@
-"""Index space of a kernel: the dims of its loops, and the offset of each element that it reads or writes.
+"""Index space of a kernel: the dims of its loops, and the offset of each element that the kernel reads or writes.
 
     kernel @sum_y(%x: f32[M, N]) { %y: f32[M] = sum(%x, axis=(1,)) }
 
@@ -42,7 +42,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:
-    """Loop dim of size 1 for a kernel without kept indices. Its strides are those of contiguous rows."""
+    """Loop dim of size 1 for a kernel without kept indices. Contiguous rows determine the strides."""
     row = product(tuple(space.sizes[index] for index in space.reduced))
     strides = {name: row for name in inputs if space.is_whole(name)}
     strides |= {stored(name): row if space.is_whole(name) else ONE for name in results}

@@ -48,7 +48,7 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Fiber:
-    """Size and stride of a dim without a loop. An op accesses the dim at data-dependent indices, or needs all elements along it at once."""
+    """Size and stride of a dim without a loop. An op accesses the dim at data-dependent indices, or needs the whole dim at once."""
 
     size: Size
     stride: Size
@@ -195,8 +195,8 @@ class Loops:
         return tuple(self.stride(access, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def divided(self) -> list[Size]:
-        """Sizes that the vector width must divide: the vectorised dim, the bounds of operands of concats and pads along this dim, and
-        the other strides of accesses that are contiguous along it."""
+        """Sizes that the vector width must divide: the vectorised dim, bounds of operands of concats and pads along this dim, and the other
+        strides of accesses that are contiguous along this dim."""
         packed = [access for access in self.memory if access in self.packed]
         rows = [self.stride(access, dim) for dim in self.dims if dim != self.along for access in packed]
         jumps = [fiber.stride for access, fiber in self.fibers.items() if access in self.packed]

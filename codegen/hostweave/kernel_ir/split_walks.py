@@ -9,8 +9,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-An additional last walk stores results that vary along a reduced dim. If there is only one walk, and these results do not depend on its
-reductions, this walk stores them. Each walk computes the values that it needs, unless `hold_rows` holds them.
+An additional last walk stores results that vary along a reduced dim. If there is only one walk, and these results do not depend on
+reductions of the walk, the walk stores the results. Each walk computes the values that it needs, unless `hold_rows` holds the values.
 """
 
 from collections.abc import Sequence

@@ -48,8 +48,8 @@ def record(
 ) -> Tensor:
     """Records an op and returns its result. `target` states the type of the result, or some of the type's properties.
 
-    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. `written` is the name of such an
-    op in error messages, by default `kind`.
+    An op without operands is recorded in the trace of `beside`, or of the function that is being traced. `written` is the name of an op
+    without operands in error messages, by default `kind`.
 
     Raises ProgramError if the op is not valid.
     """

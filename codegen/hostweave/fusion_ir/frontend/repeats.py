@@ -46,7 +46,7 @@ class _Rewriting:
         self.in_groups = {len(column) for column in (*columns, *self.outputs)}
         self.sizes: dict[int, Size] = {}
         self.structs: set[str] = set()
-        self.element: dict[str, tuple[str, int]] = {}  # value -> its group or stack (see `runs`), and its index there
+        self.element: dict[str, tuple[str, int]] = {}  # value -> its group or stack (see `runs`), and index in this group or stack
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
@@ -86,7 +86,7 @@ class _Rewriting:
         return self.name_of[column]
 
     def returned(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[ParameterGroup | None, ...]]:
-        """Outputs of the program, with the donated input and the parameter group of each one."""
+        """Outputs of the program, with the donated input and the parameter group of each output."""
         old = list(self.before.outputs)
         donated = dict(zip(old, self.before.donated or ("",) * len(old), strict=True))
         outputs: list[tuple[str, str, ParameterGroup | None]] = []
@@ -135,7 +135,7 @@ class _Rewriting:
         self.functions[function.name] = replace(function, body=tuple(ops))
 
     def take_as_given(self, run: CallRun) -> None:
-        """Makes the function reshard an input if its parameter group has another sharding. No reshard can read a whole group."""
+        """Makes the function reshard an input if the input's parameter group has another sharding. No reshard can read a whole group."""
         function = self.functions[run.function.name]
         names, reshards, inputs = set(function.values()), list[Op](), list(function.inputs)
         for at, value in enumerate(run.function.inputs):
@@ -222,7 +222,7 @@ class _Rewriting:
                 self.element[name] = self.name_of[column], number
 
     def repeat(self, run: CallRun) -> list[Op]:
-        """The repeat, followed by `output` ops of its other results."""
+        """The repeat, followed by `output` ops for its results after result 0."""
         function, first, depth = self.functions[run.function.name], run.calls[0], self.depth(len(run.calls))
         whole = run.each | run.lagged
         firsts = tuple(self.now(run.in_order(run.columns[at])[0]) for at in run.lagged)
@@ -264,6 +264,6 @@ class _Rewriting:
     def select(self, name: str) -> Op:
         stack, number = self.element[name]
         type, count = self.values[name].type, len(next(column for column, other in self.name_of.items() if other == stack))
-        if number >= count / 2 and not self.depth(count).is_int:  # indices in the second half are negative: the last is -1 at any depth
+        if number >= count / 2 and not self.depth(count).is_int:  # indices in the second half are negative: the last index is always -1
             number -= count
         return Op("select", (stack,), Value(name, type if name in self.found.inputs else unsharded(type)), attributes(axis=0, index=number))

@@ -1,7 +1,7 @@
 """Finds calls that can become one repeat (see `repeats`), and inputs and outputs that can become parameter groups.
 
-A column has the values of one operand, or of one result, in consecutive calls. A stack is a tensor that has these values along its first
-dim.
+A column has the values of one operand, or of one result, in consecutive calls. A stack is a tensor that has the values of a column along
+its first dim.
 """
 
 import re
@@ -23,7 +23,7 @@ Roles = list[tuple[set[object], set[object], Column]]
 
 
 class Unfit(Exception):
-    """The run or column `what` cannot be merged. `repeat_calls` starts again without it."""
+    """The run or column `what` cannot be merged. `repeat_calls` starts again without `what`."""
 
     def __init__(self, what: object):
         self.what = what
@@ -39,7 +39,7 @@ class CallRun:
     carried: dict[int, int] = field(default_factory=dict)  # operand -> result of the previous call
     each: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i
     lagged: dict[int, Column] = field(default_factory=dict)  # operand -> a stack or group, of which call i reads tensor i - 1
-    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> reshards that are its only uses, and their type
+    placed: dict[int, tuple[Column, TensorType]] = field(default_factory=dict)  # result -> all its uses (reshards to a type), and the type
     backward: bool = False
 
     @property
@@ -89,7 +89,7 @@ class Runs:
         self.stacks: dict[Column, tuple[CallRun, int]] = {}
         self.runs: list[CallRun] = []
         self.selects = {op.result.name: op for op in fusion.ops if op.kind == "select" and op[AXIS] == 0}
-        self.result_of: dict[tuple[str, int], str] = {  # (call, index) -> name of that result
+        self.result_of: dict[tuple[str, int], str] = {  # (call, index of a result) -> name of the result
             (op.tensors[0], op[INDEX]): op.result.name for op in fusion.ops if op.kind == "output" and op.callee
         }
         self.find()
@@ -103,7 +103,7 @@ class Runs:
             begin = 0
             while begin < len(of_function):
                 most = self.most_alike(of_function[begin:])
-                # Shorter runs are tried too, because a model may return the carried values of all layers but the last.
+                # Shorter runs are tried too, because a model may return the carried values of all layers except the last layer.
                 ends = sorted({most, most - 1, *(len(column) for column in self.stacks if len(column) < most)}, reverse=True)
                 run = next((run for end in ends if end >= MIN_CALLS and (run := self.run(of_function[begin : begin + end]))), None)
                 if run and not (run.carried or run.each or run.lagged):
@@ -127,8 +127,8 @@ class Runs:
         return len(calls)
 
     def roles_after(self, before: Op, call: Op) -> Roles:
-        """For each operand of two consecutive calls: its possible roles if one of its values may be in a group or stack, its possible roles
-        otherwise, and the two values if they differ. `in turn`: each call reads another tensor of a group or stack."""
+        """Three items for each operand of two consecutive calls: its possible roles if a value may be in a group or stack, its possible
+        roles otherwise, and the two values if they differ. `in turn`: each call reads another tensor of a group or stack."""
         if call.result.name not in self.roles:
             given, found = self.results_of(before), Roles()
             for a, b in zip(before.tensors, call.tensors, strict=True):
@@ -142,7 +142,7 @@ class Runs:
         return [call.result.name, *(self.result_of.get((call.result.name, at), "") for at in range(1, len(call.called.outputs)))]
 
     def run(self, calls: Sequence[Op]) -> CallRun | None:
-        """The run of these calls. None if they cannot become a repeat."""
+        """The run of these calls, or None if the calls cannot become a repeat."""
         function = calls[0].called
         is_inner = any(op.callee and op.callee.name == function.name for other in self.fusion.functions for op in other.ops)
         if is_inner or any(type.mesh for type in function.types.values()):
@@ -171,7 +171,7 @@ class Runs:
         return None
 
     def placed(self, run: CallRun, at: int) -> tuple[Column, TensorType] | None:
-        """The reshards of a result, and their type, if the result has no other uses; the function then does the reshard. Otherwise None."""
+        """The reshards of a result, and their type, if the result has no uses except reshards to one type. Otherwise None."""
         users = [[op for op in self.users.get(name, []) if op is None or op.kind != "output"] for name in run.results[at]]
         reshards = [of[0].result for of in users if len(of) == 1 and of[0] and of[0].kind == "reshard"]
         is_inner = all(None not in self.users[value.name] for value in reshards)
@@ -194,7 +194,7 @@ class Runs:
         return column in self.stacks or self.is_part(column)
 
     def is_part(self, column: Column) -> bool:
-        """True if these values are at consecutive indices of the outermost dim of one tensor, and this dim is unsharded."""
+        """True if the values of the column are at consecutive indices of the outermost dim of one tensor, and this dim is unsharded."""
         ops = [self.selects[name] for name in column if name in self.selects]
         source = ops[0].tensors[0] if ops else ""
         expected = [((source,), ops[0][INDEX] + number) for number in range(len(column))] if ops else []
@@ -238,7 +238,7 @@ class Runs:
         return found
 
     def rows(self, names: list[str], begin: int, wanted: Mapping[Column, object], used: Set[str]) -> tuple[Column, ...] | None:
-        """Interleaved columns from index `begin` on, or None. At least one is in `wanted`. `used` has all names of columns in `wanted`."""
+        """Interleaved columns from `begin`, or None. At least one column is in `wanted`. `used` has all names of columns in `wanted`."""
         for column in wanted:
             try:
                 first, second = names.index(column[0], begin), names.index(column[1], begin)
@@ -271,14 +271,14 @@ class Runs:
         return found
 
     def is_kept_otherwise(self, run: CallRun, at: int) -> bool:
-        """True if a carried value is updated in place, or another run reads all values that the calls of this run take."""
+        """True if carried result `at` is updated in place, or another run reads all values that the calls of `run` take."""
         operand = run.operand_of(at)
         kept = run.in_order(run.columns[operand])
         is_updated = bool(run.function.donated) and run.function.donated[at] == run.function.inputs[operand].name
         return is_updated or any(kept in other.each.values() for other in self.runs)
 
     def returned(self, name: str) -> list[str]:
-        """Outputs that are this value or a reshard of it."""
+        """Names of the outputs that are the value `name` or a reshard of `name`."""
         if not name:
             return []
         reshards = [op.result.name for op in self.users[name] if op and op.kind == "reshard" and None in self.users[op.result.name]]

@@ -105,10 +105,10 @@ class Tensor:
 
     @checked
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
-        """Computes this value in a chunk loop over `dim`, on several CUDA streams. Returns this tensor.
+        """Computes the tensor in a chunk loop over `dim`, on several CUDA streams. Returns the tensor.
 
-        - `chunks` is the number of iterations. By default, an iteration computes one index of the dim. In a loop across shards, it
-          computes one index of each shard.
+        - `chunks` is the number of iterations. By default, an iteration computes one index of the dim. In a loop across shards, an
+          iteration computes one index of each shard.
         - `chunking` is `by_shard` (a chunk is a shard, or a part of one) or `across_shards` (a chunk has a slice of every shard).
         - `algorithm` is the algorithm of the loop's communication, such as p2p, ring, put or all_gather.
 
@@ -117,8 +117,8 @@ class Tensor:
         collectives (Patarasuk and Yuan, 2009).
 
         Raises ProgramError if the tensor is streamed already, or if no loop can compute the tensor. Examples are inputs, results of
-        functions, and ops that need the whole dim at once. Also raises ProgramError if `dim`, `chunks` or `chunking` is invalid;
-        `hw.compile` does so for `algorithm`.
+        functions, and ops that need the whole dim at once. Also raises ProgramError if `dim`, `chunks` or `chunking` is invalid. An invalid
+        `algorithm` raises ProgramError in `hw.compile`.
 
         Example: `hw.matmul(x, w).stream("M", chunks=8)` with `x: [M@x, K]` on 8 ranks gathers x shard by shard, overlapped with the
         matmuls.
@@ -246,7 +246,7 @@ class Tensor:
 
 
 class _Trace:
-    """Values of a function that is being traced. Until the end of tracing, their names are consecutive numbers.
+    """Values of a function that is being traced. Until the end of tracing, the names of the values are consecutive numbers.
 
     `functions` maps each called function to its fusion, or to None during its tracing. `sources` has the user kernels by name.
     """
@@ -276,8 +276,8 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op, and returns its result. `known` has the operands that are tensors. If there are none, `known` may have the tensor
-        `beside` of `recording.record`."""
+        """Adds an op, and returns its result. `known` has the operands that are tensors. If no operand is a tensor, `known` may have the
+        tensor `beside` of `recording.record`."""
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):

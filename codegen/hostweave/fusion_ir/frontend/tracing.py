@@ -1,4 +1,4 @@
-"""Tracing: calls a function with symbolic tensors, and keeps the ops on which its results depend."""
+"""Tracing: calls a function with symbolic tensors, and keeps the ops on which the function's results depend."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
       the inputs that are not named parameters.
     - `mesh` is the mesh of ranks, by default one device.
     - `donate` names inputs whose memory a result reuses. After a call, the caller's array contains this result. The result must have the
-      input's dtype and dims, in any order, and gets the input's sharding. Exactly one such result must be computed from the input, unless
-      `donate={"m": 1}` chooses result 1 for the input m.
+      input's dtype and dims, in any order, and gets the input's sharding. Exactly one result of this dtype and these dims must be computed
+      from the input, unless `donate={"m": 1}` chooses result 1 for the input m.
 
     The function is traced once with symbolic tensors, so Python loops are unrolled. The function must return a tensor, or a tuple or
     list of tensors.
@@ -94,7 +94,7 @@ def traced(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Name of the function in generated code, or "" if it has no name in ASCII, such as a lambda. functools.partial is unwrapped."""
+    """Name of the function in generated code, or "" if the name is not ASCII, or for a lambda. functools.partial is unwrapped."""
     name = str(getattr(getattr(function, "func", function), "__name__", ""))
     return name if name.isidentifier() and name.isascii() else ""
 
@@ -166,9 +166,9 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
     """Decorator for a function that a fusion calls several times, such as a layer of a model. Each fusion traces and compiles the function
     once.
 
-    `inputs` gives the type of each parameter by name, as for `hw.fusion`. The mesh and the sizes are those of the calling fusion. If an
-    argument has another sharding, the call reshards it. `donate` names parameters that the function updates in place, as for `hw.fusion`. A
-    donated argument that is used after the call is copied first.
+    `inputs` gives the type of each parameter by name, as for `hw.fusion`. The calling fusion determines the mesh and the sizes. If the
+    sharding of an argument differs from the type, the call reshards the argument. `donate` names parameters that the function updates in
+    place, as for `hw.fusion`. A donated argument that is used after the call is copied first.
 
     Raises ProgramError if names or types of parameters are not valid. The first call in a fusion raises ProgramError if tracing fails.
 
@@ -247,7 +247,7 @@ class Function:
 
 
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
-    """Name of each value: the user's name, the name of its variable, or a name derived from its op and an operand.
+    """Name of each value: the user's name, the name of the user's variable, or a name derived from the op and an operand.
 
     In `return hw.reshard(loss)`, the output is named `loss`, and the operand `loss_before`, if nothing else reads the operand.
     """

@@ -50,7 +50,7 @@ def kernel(
     per: int = 1,
     cpu: str | Path | None = None,
 ) -> Any:
-    """Launches `name`, a `__global__ void` function in the CUDA C++ `source` (text, or the path of a file), and returns its outputs.
+    """Launches `name`, a `__global__ void` function in the CUDA C++ `source` (text, or the path of a file), and returns the outputs.
 
     `args` are the arguments of the function, in order:
 
@@ -70,7 +70,7 @@ def kernel(
 
     Returns a tensor, or a tuple for several outputs.
 
-    Raises ProgramError if the source cannot be read or has no such function, or if an argument is invalid.
+    Raises ProgramError if the source cannot be read or has no function `name`, or if an argument is invalid.
 
     Example:
 

@@ -67,7 +67,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """Mesh of a result: stated for calls, `reshard`, moves and ops without tensors, otherwise that of the operands."""
+    """Mesh of a result: stated for calls, `reshard`, moves and ops without tensors, otherwise the mesh of the operands."""
     if op.callee and op.kind == "output":
         return calls.result_type(op, op[INDEX]).mesh
     if op.callee:

@@ -5,11 +5,12 @@ required operands:
 
 - lengths, the number of valid keys per batch;
 - a bias of the scores, if the attribute `bias` is set;
-- the starts of packed sequences and the end of the last one, if the attribute `packed` is set. A row attends only to keys of its sequence.
+- the starts of packed sequences and the end of the last sequence, if the attribute `packed` is set. A row attends only to keys of its
+  sequence.
 
 The attribute `blocks` is a number of blocks into which the keys are cut. The result then has a first dim for the blocks, which is sharded
-like the keys. The last blocks may be short or empty. Lengths have this dim too, and count the valid keys of each block. A row without keys
-in a block has result 0 and log-sum-exp -inf.
+like the keys. The last blocks may be short or empty. Lengths also have a dim for the blocks, and count the valid keys of each block. A row
+without keys in a block has result 0 and log-sum-exp -inf.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
 LEAST_SCORE = -1e30  # lower bound of the number that is subtracted from scores, so that a row of -inf gives no NaN
-# the diagonal of a causal mask begins at the first row and column, or ends at the last ones
+# the diagonal of a causal mask begins at the first row and column, or ends at the last row and column
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"
 DTYPES = ("f16", "bf16", "f32")
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
@@ -86,7 +87,7 @@ def _blocks(op: Op) -> tuple[Size, ...]:
 
 
 def why_no_masks(query: TensorType, key: TensorType, masks: Mapping[str, TensorType], blocks: tuple[Size, ...] = ()) -> str:
-    """Reason why tensors cannot be the masks of these names (see `masks_of`), or ""."""
+    """Reason why the tensors in `masks`, by name as in `masks_of`, are not valid masks, or ""."""
     is_apart = "offsets" not in masks or (len(masks) == 1 and not blocks)
     whys = (
         why_no_lengths(query, masks["lengths"], blocks) if "lengths" in masks else "",
@@ -152,7 +153,7 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 @dataclass(frozen=True)
 class Masks:
     """Masks of the scores. Row i attends to columns up to i + diagonal, within its window, length and sequence. `from_end` adds the number
-    of valid columns to the diagonal. If `reversed` is not 0, the rows are this number of blocks in reversed order."""
+    of valid columns to the diagonal. If `reversed` is not 0, the rows are `reversed` blocks in reversed order."""
 
     diagonal: int | None = None
     window: int = 0

@@ -29,13 +29,13 @@ def stacked(type: TensorType, depth: Size) -> TensorType:
 
 
 def carried_by(op: Op) -> dict[int, int]:
-    """Maps each carried operand of a repeat to the result of the previous call that replaces it."""
+    """Maps each carried operand of a repeat to the result that replaces this operand in the next call."""
     operands, results = op[CARRIED], op[RETURNED]
     return dict(zip(operands, results, strict=True))
 
 
 def lagged_by(op: Op) -> dict[int, int]:
-    """Maps each lagged operand of a repeat to the operand that replaces it in call 0."""
+    """Maps each lagged operand of a repeat to the operand that replaces the lagged operand in call 0."""
     operands = op[LAGGED]
     return {operand: number for number, operand in enumerate(operands, len(op.called.inputs))}
 
@@ -43,8 +43,8 @@ def lagged_by(op: Op) -> dict[int, int]:
 def result_type(op: Op, index: int) -> TensorType:
     """Type of result `index` of a call or a repeat. With a depth, the result is a stack over the calls.
 
-    The indices of a repeat count the function's results, then its operands, then its results again. Results of the second and third
-    kind are stacks of the operands and of the results of all calls.
+    The indices of a repeat count the function's results, then the function's operands, then the function's results again. Results of the
+    second kind are stacks of the operands of all calls. Results of the third kind are stacks of the results of all calls.
     """
     types = (*op.called.output_types, *(value.type for value in op.called.inputs), *op.called.output_types)
     return types[index] if op[DEPTH] == Size(0) else stacked(types[index], op[DEPTH])
@@ -60,7 +60,7 @@ def _first_type(op: Op) -> TensorType:
 
 
 def _repeat(types: Types, op: Op) -> TensorType:
-    """Type of the first result of a repeat, which calls a function `depth` times. With `backward`, call 0 is the last one.
+    """Type of the first result of a repeat, which calls a function `depth` times. With `backward`, call 0 is the last call.
 
     For an operand in `each`, call i gets tensor i of the stack or group. For an operand in `lagged`, call i gets tensor i - 1, and call 0
     gets an operand from the end of the list. For an operand in `carried`, each call except the first gets a result of the previous call.

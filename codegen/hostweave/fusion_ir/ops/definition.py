@@ -20,7 +20,7 @@ FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "
 
 
 class Mismatch(Exception):
-    """The operands or attributes of an op are not valid. Callers raise a ProgramError with the op and its location instead."""
+    """The operands or attributes of an op are not valid. Callers turn a Mismatch into a ProgramError with the op and its location."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class OpDef:
     # {std:exp}
     cpp: str = ""
     fast: tuple[str, str] | None = None  # text in `cpp`, and faster C++ that suffices for results of at most 16 bits
-    cpp_of_ints: str = ""  # C++ for ints and bools, if it differs
+    cpp_of_ints: str = ""  # C++ for ints and bools, if different from `cpp`
     prepared: str = ""  # C++ type that prepares an f32 last operand once, for all elements that share the operand
     rounds_operands: bool = False  # kernels round a computed operand of at most 16 bits to its dtype, as a store would
-    fiber: str = ""  # C++ function that processes all elements along one dim; such an op is a separate kernel
-    parts_fibers: bool = False  # threads that process a row together write separate elements, so they need no synchronisation
+    fiber: str = ""  # C++ function that processes all elements along one dim; an op with a fiber is a separate kernel
+    parts_fibers: bool = False  # threads that process a row together write separate elements, so the threads need no synchronisation
     in_clusters: bool = False  # the thread blocks of a cluster may process a row together
     gathers: bool = False  # reads its first operand at an index, which is the second operand or is computed
     updates: bool = False  # updates some elements of its first operand in place

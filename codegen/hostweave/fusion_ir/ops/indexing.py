@@ -28,7 +28,7 @@ from hostweave.types.tensor import Dim, DType, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 
-MOST_CHOSEN = 2048  # most elements per row that a GPU selects without sorting all; equals kSorted of threads.h
+MOST_CHOSEN = 2048  # maximum number of elements per row that a GPU selects without a full sort; equals kSorted of threads.h
 INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the unrelated dim of a source, update or result
 
 
@@ -81,7 +81,7 @@ def _take(types: Types, op: Op) -> TensorType:
 
 
 def _held(np: Any, index: Any, rows: Any) -> tuple[Any, Any]:
-    """Local position of each index that this rank holds (0 for others), and True for these indices."""
+    """Local position of each index (0 if another rank holds the index), and True for each index that this rank holds."""
     local = index - (rows[0] if len(rows) else 0)
     held = (local >= 0) & (local < len(rows))
     return np.where(held, local, 0), held

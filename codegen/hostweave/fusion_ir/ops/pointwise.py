@@ -82,7 +82,7 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
 def _binary(
     kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, numpy: str = "", **facts: Any
 ) -> BinaryOp:
-    """Defines a binary op and its public function. `numpy` is the name of NumPy's function, if it differs."""
+    """Defines a binary op and its public function. `numpy` is the name of NumPy's function, if different from `kind`."""
     infer = _arithmetic(kinds, is_comparison)
 
     def computed(np: Any, a: Any, b: Any) -> Any:

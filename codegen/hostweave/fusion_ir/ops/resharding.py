@@ -77,7 +77,7 @@ OPS["renumber"] = replace(OPS["collective_permute"], map=_whole_blocks, stated=_
 
 OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")
 
-# Steps of reshards. This order breaks ties between sequences that move equal bytes in equally many steps.
+# Steps of reshards. The order of these steps breaks ties between sequences that move equal bytes in equally many steps.
 _step("shard", DIM, MESH_AXES, is_view=True, cuts=True)
 _step("all_gather", DIM, MESH_AXES)
 _step("permute_shards", MESH_AXES, SOURCES, target="sharding")

@@ -129,10 +129,10 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Mesh axes with which the result of a reshape needs no communication: [8@y,x] becomes [2@y, 4@x]. None if there are no such axes.
+    """Mesh axes with which the result of a reshape needs no communication: [8@y,x] becomes [2@y, 4@x]. None if all axes need communication.
 
     The axes exist if three conditions hold for each group of merged or split dims, both in x and in the result. No dim is sharded in
-    zigzag. The last sharded dim is split evenly. A rank holds one index of each dim before the last sharded one.
+    zigzag. The last sharded dim is split evenly. A rank holds one index of each dim before the last sharded dim.
     """
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)

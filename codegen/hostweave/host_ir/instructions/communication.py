@@ -7,18 +7,18 @@ from hostweave.host_ir.expr import Expr
 from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, Update, Write, Writes
 from hostweave.types.blocks import Cuts, Route
 
-EXCHANGE_RANKS = 8  # most ranks of an exchange: hw::kExchangeRanks
+EXCHANGE_RANKS = 8  # maximum number of ranks of an exchange: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of terms that kernels can sum
 EXCHANGE_BYTES = 512 << 10  # largest term of an all_reduce inside a kernel, in bytes: hw::kExchangeBytes
 BLOCK_BYTES = 8 << 20  # largest total size of the blocks of an all_gather or reduce_scatter inside a kernel, in bytes: hw::kBlockBytes
 
 Routes = tuple[Route, ...]
-Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to it, or None
+Sources = tuple[int | None, ...]  # for each rank of a process group, the index of the rank that sends to this rank, or None
 
 
 class Communication(Instruction):
-    """Moves data or signals between the ranks of a process group. Except in a LaunchExchange and in one-sided instructions, only
-    buffers that the instruction reads are sent, and only buffers that it writes are received."""
+    """Moves data or signals between the ranks of a process group. Except in a LaunchExchange and in one-sided instructions, only buffers
+    that the instruction reads are sent, and only buffers that the instruction writes are received."""
 
     channel: str
     blocks: ClassVar[str] = ""  # field of the buffer with one block per rank, if the other buffer has one block
@@ -95,8 +95,8 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchExchange(Collective):
-    """Launches a kernel that begins with a collective of its first input. A sum is in f32 and in rank order,
-    and is rounded once. The kernel declares its first input with the shape of the collective's result. Blocks are equal and consecutive."""
+    """Launches a kernel that begins with a collective of the kernel's first input. A sum is in f32 and in rank order, and is rounded once.
+    The kernel declares its first input with the shape of the collective's result. Blocks are equal and consecutive."""
 
     kind: ClassVar[str] = ""  # first op of the kernel
 
@@ -258,7 +258,7 @@ class Recv(PointToPoint):
 @dataclass(frozen=True)
 class SendBlocks(Routed):
     """Sends the blocks of src whose routes begin at this rank, as a group. Matches the recv_blocks with the same routes. Several
-    send_blocks with the same routes match their recv_blocks in order."""
+    send_blocks with the same routes match the recv_blocks with these routes in order."""
 
     src: Read
     count: int | Cuts

@@ -13,9 +13,9 @@ from hostweave.types.blocks import Cuts, boxes
 from hostweave.types.mesh import Sizes
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # epilogues of a matmul
-FEW_ROWS = 8  # most rows of a matmul inside a kernel: hw::kFewRows
-FEW_SCALED_ROWS = 16  # most rows of a scaled matmul that a kernel of the runtime computes: hw::kFewScaledRows
-PRODUCTS = 4  # most matmuls in one kernel, all with one common operand: hw::kProducts
+FEW_ROWS = 8  # maximum number of rows of a matmul inside a kernel: hw::kFewRows
+FEW_SCALED_ROWS = 16  # maximum number of rows of a scaled matmul that a kernel of the runtime computes: hw::kFewScaledRows
+PRODUCTS = 4  # maximum number of matmuls in one kernel, all with one common operand: hw::kProducts
 
 
 class Compute(Instruction):
@@ -31,12 +31,12 @@ class Compute(Instruction):
 class Matmul(Compute):
     """dst = activation(scale * a b + accumulate + bias), rounded once. Usually one call of cublasLtMatmul.
 
-    Multiplies the last two dims. Leading dims broadcast as in NumPy. `accumulate` has at most one buffer, with dst's type and layout, and
-    may be dst. `bias` has at most one buffer, with one element per column of dst.
+    Multiplies the last two dims. Leading dims broadcast as in NumPy. `accumulate` has at most one buffer, with dst's type and layout. This
+    buffer may be dst. `bias` has at most one buffer, with one element per column of dst.
 
     If a and b are 8-bit floats, `scales` has the f32 scales of a and of b. a is then [M, K] with contiguous rows, and b is [K, N] with
-    contiguous columns. Each scale multiplies one block of its operand. The scales have the shapes that `hw.scaled_matmul` states, in the
-    layout that cuBLASLt requires.
+    contiguous columns. Each scale multiplies one block of a or b. The scales have the shapes that `hw.scaled_matmul` states, in the layout
+    that cuBLASLt requires.
     """
 
     a: Read
@@ -48,7 +48,7 @@ class Matmul(Compute):
     bias: Reads = ()
     activation: str = ""
     scales: Reads = ()
-    rest: tuple[int, ...] = ()  # parts of the sizes k, m and n that other matmuls compute, so that the sizes of this one are aligned
+    rest: tuple[int, ...] = ()  # parts of the sizes k, m and n that other matmuls compute, so that the sizes of this matmul are aligned
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
         " rest {rest} -> %{dst}"
@@ -141,14 +141,14 @@ class Attention(_Masked):
     Query head h uses key head h / (H / G). The masks are:
 
     - `diagonal`: row i sees columns up to i + diagonal. With `window`, row i sees only the last `window` of these columns.
-    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, row i sees columns up to i + diagonal + this
-      number.
-    - `bias`, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1, and dims before S may be missing. -inf
-      hides a column.
-    - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last one. Rows see only columns of their
-      sequence.
+    - `lengths`, contiguous i32 [...]: the number of valid columns. With corner `bottom_right`, row i sees columns up to i + diagonal + the
+      number of valid columns.
+    - `bias`, [..., H, S, T], is added to the scaled scores. Dims before the last dim may be 1, and dims before S may be missing. -inf hides
+      a column.
+    - `offsets`, contiguous i32 [..., N + 1]: the starts of N packed sequences, and the end of the last sequence. Rows see only columns of
+      their sequence.
 
-    `lse`, contiguous f32 [..., H, S], receives the log-sum-exps. Each row of every other buffer must be contiguous.
+    `lse`, contiguous f32 [..., H, S], receives the log-sum-exps. Each row of every buffer must be contiguous.
 
     Each row must see a column, unless there are lengths, a bias or offsets, or `blind` is `zeros`. A row that sees no column gives 0, and
     an lse below -1e30.
@@ -223,8 +223,8 @@ class AttentionBackward(_Masked):
 class Launch(Compute):
     """Launches a generated kernel or a user kernel. Buffers of a user kernel must be contiguous.
 
-    If `sent_on` names a channel, a launch_reduce_scatter of the only result follows on this channel. With peer access, such a launch
-    stores each block in the memory of the rank that receives the block.
+    If `sent_on` names a channel, a launch_reduce_scatter of the only result follows on this channel. With peer access, the launch stores
+    each block in the memory of the rank that receives the block.
     """
 
     kernel: Launched

@@ -19,7 +19,7 @@ class _Parameter(View):
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
     """An input of the call: the argument with its contents before the call. No instruction may read bytes through this view after a result
-    has overwritten them."""
+    has overwritten the bytes."""
 
     syntax = "%{out} = as_given %{src}"
 

@@ -46,7 +46,7 @@ class View(Instruction):
     calls = False
 
     def type_of(self, source: BufferType) -> BufferType:
-        """Type of the view, without a check of its bounds. Raises ValueError if the source has no such view."""
+        """Type of the view, without a check of its bounds. Raises ValueError if the view is not possible."""
         raise NotImplementedError
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
@@ -164,7 +164,7 @@ class Strided(Slice):
 
 @dataclass(frozen=True)
 class Reshape(View):
-    """The same elements in the same order, with another shape."""
+    """The elements of the source in the same order, with another shape."""
 
     shape: tuple[Size, ...]
     syntax = "%{out} = reshape %{src} to {shape}"
@@ -176,7 +176,7 @@ class Reshape(View):
 
 @dataclass(frozen=True)
 class Permute(View):
-    """The same elements, with the dims in another order: dim i is dim `order[i]` of the source."""
+    """The elements of the source, with the dims in another order: dim i is dim `order[i]` of the source."""
 
     order: tuple[int, ...]
     syntax = "%{out} = permute %{src} by {order}"
@@ -216,8 +216,8 @@ def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
 
 @lru_cache(maxsize=4096)
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements with another shape. Raises ValueError if no such strides exist, or if symbolic sizes do not determine
-    them."""
+    """Strides with which the shape `wanted` has the same elements. Raises ValueError if there are no such strides, or if symbolic sizes do
+    not determine the strides."""
     if product(shape) == product(wanted) == Size(0):
         return row_major(wanted)
     result: list[Size] = []
@@ -233,7 +233,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements: correct the shape")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # Extends the source if it divides the target, or if the target has no more dims. Otherwise extends the target.
+        while have != want:  # Extends the source if `have` divides `want`, or if the target has no more dims. Otherwise extends the target.
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

@@ -13,10 +13,10 @@ SIGNAL_STATES = ("free", "ready", "read", "written")
 
 
 class OneSided(Communication):
-    """An access to the window of a peer, or a signal or wait that orders such accesses. `peer` is an index in the process group.
+    """An access to the window of a peer, or a signal or wait that orders accesses to windows. `peer` is an index in the process group.
 
-    Each pair of sender and receiver has its own counters. The n-th wait that a host issues for a counter waits for the n-th signal. Buffers
-    that peers access are in windows, at the same offset on all ranks.
+    Each pair of sender and receiver has separate counters. The n-th wait that a host issues for a counter waits for the n-th signal.
+    Buffers that peers access are in windows, at the same offset on all ranks.
     """
 
     peer: Expr
@@ -24,7 +24,7 @@ class OneSided(Communication):
 
 
 class Signalled(OneSided):
-    """Sends a signal that announces `state`, or waits for one. `signal` is the number of the counter."""
+    """Sends a signal that announces `state`, or waits for such a signal. `signal` is the number of the counter."""
 
     signal: int
     state: str
@@ -72,7 +72,7 @@ class Signal(Signalled):
 
 @dataclass(frozen=True)
 class WaitSignal(Signalled):
-    """Makes the current stream wait for the peer's next signal with this number. The signal announces `state`."""
+    """Makes the current stream wait for the peer's next signal with number `signal`. The signal announces `state`."""
 
     signal: int
     peer: Expr

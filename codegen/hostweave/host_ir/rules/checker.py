@@ -16,14 +16,14 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-MAX_POOL = 2**16  # most streams or events of a pool
+MAX_POOL = 2**16  # maximum number of streams or events of a pool
 
 
 @dataclass(frozen=True)
 class Scope:
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
-    steps: Size | None = None  # trip count of an enclosing loop, if it may differ between ranks
+    steps: Size | None = None  # trip count of an enclosing loop, if the count may differ between ranks
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction

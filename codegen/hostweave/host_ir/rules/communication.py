@@ -24,7 +24,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
 
 
 def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
-    """Channel of a communication. For a collective, checks that all ranks of the channel execute it."""
+    """Channel of a communication. For a collective, checks that all ranks of the channel execute the collective."""
     channel = c.channel(i)
     if i.posts == "collective":
         if scope.condition is not None:
@@ -69,7 +69,7 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
 
 
 def _equal_sizes(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
-    """Checks that src and dst have equal sizes, even if they are shards along different axes."""
+    """Checks that src and dst have equal sizes, even if src and dst are shards along different axes."""
     dst_elements, src_elements = (c.with_equal_shards(product(c.types[name].shape)) for name in (i.dst, i.src))
     if dst_elements != src_elements:
         c.counts(i.src, i.dst, 1)

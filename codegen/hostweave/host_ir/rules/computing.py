@@ -50,7 +50,7 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
-PADDED = 4  # each row of scales of 128 x 128 blocks is padded to a multiple of this number
+PADDED = 4  # each row of scales of 128 x 128 blocks is padded to a multiple of PADDED
 
 
 def lies_along(type: BufferType, dim: int) -> bool:
@@ -133,7 +133,7 @@ def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
 
 
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
-    """Checks the buffers of the epilogue, and that cuBLASLt supports it."""
+    """Checks the buffers of the epilogue, and that cuBLASLt supports the epilogue."""
     dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
     if len(i.accumulate) > 1 or len(i.bias) > 1:
         c.fail("at most one buffer and one bias can be added: add the others before")
