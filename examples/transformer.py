@@ -106,7 +106,7 @@ def grouped_query_sp(x, wq, wk, wv, wo, cos, sin):
     return shared(grouped_query(x, wq, wk, wv, wo, cos, sin))
 
 
-# --- whole layers: tensors that are added to the residual get its sharding --------------------------------------------
+# --- whole layers: tensors that are added to the residual get the sharding of the residual ----------------------------
 
 GPT = {
     **HEADS,

@@ -169,7 +169,7 @@ def test_check(case: str) -> None:
 
 
 def test_a_collective_before_a_signal_in_one_queue() -> None:
-    """Rank 1 waits for the signal of rank 0 before its part of the collective."""
+    """Before the collective, rank 1 waits for the signal of rank 0. After the collective, rank 0 signals."""
     wait = f"  if rank.x == 1 {{\n    stream b[0] {{\n{awaited(0)}    }}\n  }}\n"
     signal = f"  if rank.x == 0 {{\n    stream b[0] {{\n{given(0)}    }}\n  }}\n"
     collective = "  stream a[0] {\n    all_reduce sum %x -> %y on c\n  }\n"

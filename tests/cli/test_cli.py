@@ -326,7 +326,7 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     assert (folder / "program.cpp").read_text() == golden_source("ag_matmul_p2p", "program.cpp")
     assert (folder / "hostweave_program.so").is_file()
     assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
-    (tmp_path / ".killed-0123456789abcdef.01234567").mkdir()  # A killed build leaves such a folder.
+    (tmp_path / ".killed-0123456789abcdef.01234567").mkdir()  # A killed build leaves a folder with such a name.
     (tmp_path / ".killed-0123456789abcdef.01234567" / "SHA256SUMS").touch()
     assert {entry.kind for entry in cache.entries()} == {"program", "object", "unfinished build"}
     program, objects, removed, total = output_of(capsys, "cache").splitlines()

@@ -40,7 +40,7 @@ class Layer:
         return list(zip(self.arguments, self.like.chain, strict=True))
 
     def written(self, graph: Graph) -> dict[int, int]:
-        """Maps indices of written arguments to indices of the results that are their new values."""
+        """Maps the index of each written argument to the index of the result that is the argument's new value."""
         positions = {node: number for number, node in enumerate(self.results)}
         pairs = ((number, graph.written.get(argument)) for number, argument in enumerate(self.arguments))
         return {number: positions[value] for number, value in pairs if value in positions}
@@ -89,8 +89,8 @@ class Path(NamedTuple):
 
 
 def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node, Path]:
-    """Maps nodes, except those of `_shared`, to the outermost list elements that contain them. A node without a module, such as a sum of
-    gradients, belongs to the module of the operand that is computed last."""
+    """Maps nodes, except the nodes in `_shared`, to the outermost list elements that contain them. A node without a module, such as a sum
+    of gradients, belongs to the module of the operand that is computed last."""
     found: dict[Node, Path] = {}
     position = {node: number for number, node in enumerate(nodes)}
     for node in nodes:

@@ -65,7 +65,7 @@ def modules_of(node: Node) -> list[str]:
     return [path for path, _ in stack.values() if path]
 
 
-_NOTE = "Gradient addition node due to"  # torch appends this to the line of a sum of gradients
+_NOTE = "Gradient addition node due to"  # torch appends this note to the line of a sum of gradients
 
 
 OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")

@@ -88,7 +88,7 @@ class Region:
         }
 
     def prepare(self) -> None:
-        """Compiles the graph for the tensors with which it was traced."""
+        """Compiles the graph for the tensors with which Dynamo traced the graph."""
         self._program([self._held[node.name][1] if node.name in self._held else None for node in self._places], _Examples(self))
 
     def __call__(self, *given: Any) -> Any:

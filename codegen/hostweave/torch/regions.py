@@ -55,7 +55,7 @@ class Backend:
             return self._computes(graph, held, is_whole=wants_one_graph())
 
     def _held(self, graph: GraphModule, given: Sequence[Any]) -> dict[str, tuple[str, Any]]:
-        """Maps placeholders of parameters and buffers to (path, tensor). Marks each node with its name and modules."""
+        """Maps placeholders of parameters and buffers to (path, tensor). Marks each node of the graph with the node's name and modules."""
         found = {}
         placeholders: list[Any] = graph.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, given, strict=True):

@@ -230,7 +230,7 @@ def _difference(first: _First, layer: nn.Module, structure: object, call: _Call)
 
 
 class _Read(NamedTuple):
-    """An attribute at its first read."""
+    """An attribute, as it was at the first read."""
 
     value: Any
     contents: Any

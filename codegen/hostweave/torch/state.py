@@ -120,7 +120,7 @@ def _containers(found: list[Any]) -> list[Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """True for the same object, equal values of a type in NUMBERS, and containers of such values."""
+    """True for the same object, equal values of a type in NUMBERS, and containers whose elements are the same."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -27,13 +27,13 @@ _IS_FIRST = "is_first"  # input of the accumulating program: 1 in the first of N
 
 
 class TrainingStep(Differentiated):
-    """A training step, as `hostweave.torch.compile` returns it for `optimizer=`. A call returns the module's results, and updates
+    """A training step: the result of `hostweave.torch.compile` with `optimizer=`. A call returns the module's results, and updates
     parameters.
 
     The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. Before each update,
     the optimizer's code computes numbers such as learning rates on the host. A TrainingStep is a CompiledModule without `capture`.
 
-    With `accumulate=N`, the gradients of N calls are added, and the last of these calls updates the parameters. With `clip_grad_norm`,
+    With `accumulate=N`, the gradients of N calls are added, and the last of the N calls updates the parameters. With `clip_grad_norm`,
     `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the update is skipped if a gradient is not finite:
     parameters and optimizer state do not change. After each update, skipped or not, the step calls `scaler.update`.
     """

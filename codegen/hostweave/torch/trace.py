@@ -109,7 +109,7 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
     """Reshards an output to its sharding in `graph.results`. If `graph.results` is None, shards the output by rows or replicates it, unless
-    the plan or the module states its sharding."""
+    the plan or the module states the sharding of the output."""
     if number < len(graph.written):  # the value gets the sharding of the written tensor
         return value
     if graph.results is None:

@@ -16,7 +16,7 @@ class Transport:
     name: str
     carries: frozenset[str]  # values of the trait `posts` that the transport supports
     template: str  # file in templates/instructions
-    library: str  # communication library, as errors name it
+    library: str  # name of the communication library in errors
     # dtype that the transport cannot reduce -> dtype for the reduction
     reduced_as: Mapping[str, str] = field(default_factory=dict, compare=False)
     posts_in_group: int = 1  # maximum number of calls in one group

@@ -381,8 +381,8 @@ def bind_sizes(
 ) -> dict[str, int]:
     """Values of the symbols that are dims of inputs. Raises ArgumentError if the shapes do not fit.
 
-    Zigzag dims must divide evenly into pieces. Other sharded dims must divide evenly among ranks, unless `uneven` is None, or the size is
-    an int or a single factor with a symbol in `uneven`.
+    Zigzag dims must divide evenly into pieces. Other sharded dims must divide evenly among ranks, unless `uneven` is None. A size that is
+    an int, or a single factor with a symbol in `uneven`, need not divide evenly.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}
