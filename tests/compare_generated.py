@@ -1,4 +1,4 @@
-"""Compares the generated programs of this checkout with those of another commit: `python tests/compare_generated.py COMMIT`.
+"""Compares the programs that this checkout generates with the programs of another commit: `python tests/compare_generated.py COMMIT`.
 
 Each checkout emits programs of examples/, benchmarks/ and tests/, for several numbers of ranks. Programs are compiled with default options,
 with one-sided transport, and with values of symbolic sizes. If files differ, the first lines of each diff are printed, and the exit status
@@ -74,7 +74,7 @@ def emit(checkout: Path, folder: Path) -> None:
 
 
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
-    """Programs by path, such as `seeds/4/ag_matmul_p2p`, in which D is 4. Omits files that cannot be loaded with a value of D."""
+    """Programs by path. In the path `seeds/4/ag_matmul_p2p`, 4 is the value of D. Omits files that cannot be loaded with a value of D."""
     import parts_of_transformers
     import random_fusions
 

@@ -41,7 +41,7 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 def with_transports(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Returns each case with transport peer and with one_sided. The IRs of both programs differ only in the names of transports, so one of
     the two is marked slow: one_sided for the first case, peer for the second, and so on."""
-    # The import is not at the top, because rank_process.py imports this module in many processes. pytest takes a third of the import time.
+    # pytest takes a third of the import time. rank_process.py imports this module in many processes, so the import is not at the top.
     import pytest
 
     return [
@@ -122,7 +122,7 @@ def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed:
 
 
 def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Inputs of -1, 0 and 1. Their sums are exact at the sizes of tests."""
+    """Inputs of -1, 0 and 1. At the sizes of tests, sums of such integers are exact."""
     random = np.random.default_rng(seed)
     return {v.name: random.integers(-1, 2, global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.arguments}
 

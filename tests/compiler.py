@@ -90,7 +90,8 @@ def _linker(folder: Path, compiler: str) -> str:
 
 def _libraries() -> str:
     """Option that links a program without the standard libraries, which halves the link time. The runtime library of the program needs the
-    standard libraries, so the loader finds their symbols. Empty with GPUs, and if the compiler links the C++ library statically."""
+    standard libraries, so the loader finds the symbols of the standard libraries. The option is empty with GPUs, and if the compiler links
+    the C++ library statically."""
     runtime = next(path for path in INSTALLED if path.suffix == ".so")
     return "-nodefaultlibs" if not gpus() and b"libstdc++.so" in runtime.read_bytes() else ""
 

@@ -36,7 +36,7 @@ from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
-GPU_TESTS = 6  # number of consecutive GPU tests of a file that run on one worker, because they may share programs
+GPU_TESTS = 6  # number of consecutive GPU tests of a file that run on one worker, because the tests may share programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
 # Long tests start first. Otherwise, one worker might still run a long test when all other workers are done.
@@ -105,7 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def kept_folder() -> Path:
     """Folder of compiled programs, which later sessions reuse. Removes folders for other versions of the runtime or the compilers. Keeps
-    folders of sessions that began in the last hour, because they may still run."""
+    folders of sessions that began in the last hour, because these sessions may still run."""
     checkout = key_of(str(Path(__file__).parent), sys.prefix)
     stamps = *(toolchain.stamp for toolchain in toolchains().values()), *map(stamp_of, (BUILDER, RUNTIME))
     version = key_of(*stamps, *nvrtc.OPTIONS, Path(__file__).with_name("compiler.py").read_text())
@@ -121,8 +121,8 @@ def kept_folder() -> Path:
 
 
 def build_runtime() -> None:
-    """Builds the CUDA runtime with all cores while workers collect tests. Otherwise, one worker would build the runtime, and all others
-    would wait."""
+    """Builds the CUDA runtime with all cores while workers collect tests. Otherwise, one worker would build the runtime, and all other
+    workers would wait."""
     with suppress(BuildError):  # A test that needs the runtime raises the error again.
         target = find_target("cuda")
         for library in target.runtime_libraries(target.toolchain(), frozenset()):
@@ -144,7 +144,7 @@ def optimised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes NVRTC compile all kernels of a program as one unit. This halves the time of a program with many kernels."""
+    """Makes NVRTC compile all kernels of a program as one unit. For a program with many kernels, a single unit halves the time."""
     monkeypatch.setattr("hostweave.build.make.units_of", lambda text: [Unit("kernels", 1, "", text)])
 
 
@@ -195,7 +195,7 @@ def names_extras(module: Path) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignores tests/gpu if there is no GPU. With `-m extra`, also ignores modules without a test marked `extra`, because each worker would
-    trace their programs for seconds."""
+    trace the programs of these modules for seconds."""
     if collection_path.parts[-2:] == ("tests", "gpu") and not gpus():
         return True
     is_module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
@@ -204,7 +204,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @cache
 def imports_or_skips(module: Path) -> bool:
-    """True if a test module calls importorskip outside of functions. Then all of its tests need extras."""
+    """True if a test module calls importorskip outside of functions. Then all tests of the module need extras."""
     return bool(re.search(r"^(\w+ = )?pytest\.importorskip\(", module.read_text(), re.M))
 
 

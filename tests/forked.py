@@ -69,7 +69,7 @@ def _server() -> socket.socket:
 
 
 def _serve(server: socket.socket) -> dict[str, Any]:
-    """Forks a process per request. Returns the request in the forked process, after the process of the tests has become its parent."""
+    """Forks a process per request. The forked process waits until the process of the tests is its parent, and returns the request."""
     while True:
         message, ends, *_ = socket.recv_fds(server, 1 << 20, 3)
         if not message:

@@ -1,5 +1,5 @@
 """Properties of each random fusion. Hostweave refuses the fusion, or lowers it to a program that passes the check. If the interpreter can
-run this program, its results equal those of NumPy."""
+run the program, the results equal NumPy's results."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
 
 def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Compares the results of the program with those of NumPy. A fusion with user kernels is lowered and checked. Then the same happens
-    to a copy in which built-in ops replace these kernels, and the interpreter executes the copy.
+    """Compares the results of the program with NumPy's results. A fusion with user kernels is lowered and checked. Then built-in ops
+    replace the kernels in a copy of the fusion. The copy is lowered and checked, and the interpreter executes it.
 
-    A program may be impossible at the sizes of the generator, for example if it needs `M/2` and M is 7. Then the results are
+    A program may be impossible at the sizes of the generator, for example if the program needs `M/2` and M is 7. Then the results are
     compared at other sizes. Returns False if nothing was compared.
     """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
@@ -109,7 +109,8 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
 
 
 def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
-    """Tests that every rank has its block of NumPy's results, and no result whose mesh excludes the rank. `plain` has no user kernels."""
+    """Tests that every rank has its block of each of NumPy's results, and None for a result whose mesh excludes the rank. `plain` has no
+    user kernels."""
     with np.errstate(all="ignore"):
         wanted = run_reference(plain, arrays)
     for parameter, want in zip(host.results, wanted, strict=True):

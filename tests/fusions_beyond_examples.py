@@ -35,7 +35,7 @@ def matmul_ar_two_axes(x, w):
 
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])
 def matmul_ar_ag(x, w):
-    return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)  # There are two channels, and their communications are serialised.
+    return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)  # The communications on the two channels are serialised.
 
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], w=dtype["K", "N"], v=dtype["M@x", "L"])

@@ -47,7 +47,7 @@ def random_numbers(x, y, seed):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", 6], y=dtype["M", "N@x"])
 def orders(x, y):
-    """Sorts, the largest elements and their indices, cumulative sums, and maxima and their indices over a sharded dim."""
+    """Sorted rows, the largest elements with indices, cumulative sums, and maxima with indices over a sharded dim."""
     values, places = hw.top_k(x, 2)
     return hw.sort(x, axis=1, descending=True), values, places, hw.cumsum(x, axis=1), hw.max(y, axis=1), hw.argmax(y, axis=1)
 

@@ -18,7 +18,7 @@ def exchanges(x, y, w, v):
     return gathered, columns, turned, scattered, summed, largest
 
 
-rows, columns = 3 * D - 1, 2 * D - 1  # Sizes are uneven: the last rank has one index less than the others.
+rows, columns = 3 * D - 1, 2 * D - 1  # Sizes are uneven: the last rank has one index less than the other ranks.
 
 
 @hw.fusion(mesh=mesh, x=dtype[f"{rows}@x", "K"], y=dtype[columns, "K@x"], v=dtype["K@x", columns], z=hw.i32[f"{rows}@x", f"{columns}"])
@@ -63,7 +63,7 @@ both = mesh.ranks([0, 1]) if D > 1 else mesh.ranks([0])
 @hw.fusion(mesh=mesh, x=dtype["M", "K"].on(half), w=dtype["K", "N@x"].on(half), v=dtype["N", "K@x"].on(rest))
 def stages(x, w, v):
     y = x
-    for _ in range(2):  # The tensor moves to the other mesh and back.
+    for _ in range(2):  # The tensor moves to the mesh `rest` and back.
         h = hw.clip(hw.matmul(y, w), -1, 1)
         there = hw.reshard(h, "M", "N@x", mesh=rest)
         z = hw.reshard(hw.matmul(hw.reshard(there, "M", "N"), v), "M", "K")

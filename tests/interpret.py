@@ -34,9 +34,9 @@ REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.m
 def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:
     """Runs `program` on all ranks. Returns the outputs of each rank by name.
 
-    An input is a global array, or a list of local arrays, with None for ranks without the input. Outputs are local. A rank has only the
-    outputs of its meshes. `sizes` has the sizes that the inputs do not determine. Raises ExecutionError for user kernels, communications
-    that do not match, and deadlocks.
+    An input is a global array, or a list of local arrays, with None for ranks without the input. Outputs are local. A rank has only outputs
+    whose mesh contains the rank. `sizes` has the sizes that the inputs do not determine. Raises ExecutionError for user kernels,
+    communications that do not match, and deadlocks.
     """
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.arguments}
     shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.arguments}
@@ -83,12 +83,12 @@ def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array
     return np.asarray(array).shape
 
 
-# Execution of a rank. While a communication waits for other ranks, its rank yields this communication.
+# Execution of a rank. While a communication of the rank waits for other ranks, the execution yields this communication.
 Turns = Generator[Operation, None, None]
 
 
 def _take_turns(ranks: list[Turns]) -> None:
-    """Runs the ranks round-robin, each until it waits for another rank."""
+    """Runs the ranks round-robin. Each rank runs until it waits for another rank."""
     waiting: dict[Turns, Operation] = {}
     while ranks:
         before = dict(waiting)
@@ -105,12 +105,12 @@ def _take_turns(ranks: list[Turns]) -> None:
 
 @dataclass(frozen=True)
 class _World:
-    """State that ranks share. `posted` maps each posted communication to the data that it sends, or to None."""
+    """State that ranks share. `posted` maps each posted communication to the data that the communication sends, or to None."""
 
     instances: Instances
     met: dict[Operation, MatchedCommunications]
     posted: dict[Operation, Array | None] = field(default_factory=dict)
-    memories: list[dict[str, Array]] = field(default_factory=list)  # per rank: bytes of its buffers
+    memories: list[dict[str, Array]] = field(default_factory=list)  # for each rank, the bytes of its buffers
 
 
 class _Rank:
@@ -168,12 +168,13 @@ class _Rank:
                         target[...] = np.broadcast_to(self.received(part), target.size).reshape(target.shape)
 
     def signals(self, operation: Operation) -> tuple[Operation, ...]:
-        """Operations of other ranks that must send their signals before `operation` runs."""
+        """Operations of other ranks that must send signals before `operation` runs."""
         meeting = self.world.met.get(operation)
         return meeting.sources(operation) if meeting else ()
 
     def move(self, operation: Operation) -> None:
-        """Copies the source of `operation`, if any, to the destination. One of them may be on another rank. Then sends the signal."""
+        """Copies the source of `operation`, if any, to the destination. The source or the destination may be on another rank. After the
+        copy, sends the signal."""
         read = [access for access in operation.accesses if access.reads]
         written = [access for access in operation.accesses if access.writes]
         for source, target in zip(read, written, strict=True):

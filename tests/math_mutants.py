@@ -38,7 +38,7 @@ from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
-Mutant = tuple[str, str, Callable[[], HostProgram]]  # kind of the error, its position, and a function that makes the program
+Mutant = tuple[str, str, Callable[[], HostProgram]]  # kind and position of the error, and a function that makes the program
 
 OTHER_REDUCTION = {"sum": "max", "max": "sum", "min": "max", "prod": "sum", "avg": "sum", "and": "or", "or": "and", "xor": "or"}
 OTHER_OP = {
@@ -53,7 +53,7 @@ OTHER_OP = {
 
 
 def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields the instruction with another chunk, index, offset or step, or with the other buffer of a choice."""
+    """Yields the instruction with another chunk, index, offset or step, or with swapped buffers of a choice."""
     if isinstance(i, ir.Chunk):
         yield "another chunk", replace(i, index=Binary("%", Binary("+", i.index, Const(1)), _count(i)))
     if isinstance(i, ir.Select):
@@ -247,7 +247,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Subject:
-    """A fusion, its host program, and its expected results at the sizes of the check and at larger sizes."""
+    """A fusion, its host program, and the expected results at the sizes of the check and at larger sizes."""
 
     name: str
     fusion: Fusion

@@ -1,4 +1,4 @@
-"""An MLP with collectives and a chunk loop, its inputs, and its result in NumPy."""
+"""An MLP with collectives and a chunk loop. The inputs of the MLP, and the result in NumPy."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def scattered(x: Array, source: Array) -> Array:
 
 
 def grouped_order(x: Array) -> Array:
-    """For two groups of the columns of each row: the ends of the groups, their columns sorted by group, and the positions of these
-    columns in this order."""
+    """For two groups of the columns of each row: the ends of the groups, the columns of both groups sorted by group, and the position of
+    each of these columns in the sorted order."""
     groups = np.clip(np.floor(x) + 1, 0, 2)
     result = np.zeros((len(x), 2 + 2 * x.shape[1]), np.int32)
     for i, row in enumerate(groups):

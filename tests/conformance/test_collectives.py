@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import host_text
-import ml_dtypes  # noqa: F401  its import registers bf16 and f8 with NumPy
+import ml_dtypes  # noqa: F401  the import registers bf16 and f8 with NumPy
 import numpy as np
 import pytest
 from interpret import interpret
@@ -91,8 +91,8 @@ def compiled(ranks: int, target: str) -> hw.Program:
 
 
 def arrays(ranks: int, seed: int) -> dict[str, Array]:
-    """Small integers. They may be negative if the dtype is signed. Sums and products are exact, except products of 8-bit integers, which
-    may wrap around."""
+    """Small integers. Integers of signed dtypes may be negative. Sums and products are exact, except products of 8-bit integers, which may
+    wrap around."""
     random = np.random.default_rng(seed)
     result = {}
     for dtype in DTYPES.values():

@@ -4,22 +4,22 @@
 |---|---|
 | the count of an all_gather is the size of the result, n times the correct count | test_collectives, every dtype and number of ranks |
 | bf16 is sent as another type | test_collectives |
-| integers are compared as unsigned; the maximum of negative floats starts at the smallest positive one | test_signs |
+| integers are compared as unsigned; the maximum of negative floats starts at the smallest positive float | test_signs |
 | a send or recv outside a group is refused | test_raw_sends |
 | the stated order of a process group is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) |
-| the process group is always the whole mesh, or its last axis | test_one_axis_of_a_mesh, test_reshards |
+| the process group is always the whole mesh, or the last axis of the mesh | test_one_axis_of_a_mesh, test_reshards |
 | a rank that takes no part in a communication fails | test_ranks_that_take_no_part |
-| an error in a group leaves it open, and the next collective hangs | test_rank_faults: test_a_rank_that_fails_in_the_middle |
+| an error in a group leaves the group open, and the next collective hangs | test_rank_faults: test_a_rank_that_fails_in_the_middle |
 | counts and dtypes are not compared with the buffers | test_host_verify (counts, dtypes), test_check (matching) |
-| an all_to_all rounds a size down if the ranks do not divide it | test_host_verify (all_to_all) |
+| an all_to_all rounds a size down if the ranks do not divide the size | test_host_verify (all_to_all) |
 | two groups of ranks share one channel | test_init: test_groups_of_different_names_do_not_mix |
 | channels are made at every call, or never freed | test_init: test_channels_are_made_once_and_freed |
 | a channel is on the current device, or the index of the device is used as rank | test_launchers; test_providers |
 | a collective inside a condition on the rank compiles, and hangs | test_host_verify (`if`, loops) |
 | an unused communication is not removed, or is removed only on some ranks | test_unused_communication_is_removed, test_decompose_reshards |
 | communications of two channels have different orders on different ranks | test_serialize_channels, test_check |
-| a later call overtakes an earlier one | test_numerics (calls in flight), test_mutations |
-| communication cannot be in place; an all_reduce copies its operand first | test_in_place; tests/golden (matmul_ar_unstreamed) |
+| a later call overtakes an earlier call | test_numerics (calls in flight), test_mutations |
+| communication cannot be in place; an all_reduce first copies its operand | test_in_place; tests/golden (matmul_ar_unstreamed) |
 | local data is sent to the same rank by a scatter | test_decompose_reshards (`shard`) |
 | one tensor is gathered twice for two consumers | test_insert_reshards, test_decompose_reshards |
 | averages, and reductions of integers to one rank, are missing | test_collectives (avg, reduce) |
@@ -34,7 +34,7 @@ from functools import cache
 from typing import Any
 
 import host_text
-import ml_dtypes  # noqa: F401  its import registers bf16 with NumPy
+import ml_dtypes  # noqa: F401  the import registers bf16 with NumPy
 import numpy as np
 import pytest
 from interpret import interpret

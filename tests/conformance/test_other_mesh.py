@@ -63,7 +63,7 @@ def moves(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
 
 
 def reductions(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
-    """Reductions over a sharded dim, with every dtype. The result is replicated or sharded on the other mesh."""
+    """Reductions over a sharded dim, with every dtype. The result is replicated or sharded on the mesh `new`."""
     axes = ",".join(name for name, _ in old.axes)
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -84,7 +84,7 @@ SEEDS = 4
 
 def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
     """Small sizes. For seeds 0 and 1, the sizes are even on both meshes. For other seeds, the sizes may be uneven if the program allows
-    this. Then the last ranks have fewer elements or none."""
+    uneven sizes. Then the last ranks have fewer elements or none."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)
     even = {"A": ranks * (1 + seed % 2), "B": ranks * (2 - seed % 2), "C": ranks}
@@ -102,7 +102,7 @@ NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)
 
 
 def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[dict[str, Array]]:
-    """Outputs by name, for each rank. Asserts that an output is None exactly on the ranks outside its mesh."""
+    """Outputs by name, for each rank. Asserts that an output is None exactly on the ranks outside the mesh of the output."""
     types = {name: value.type for name, value in fusion.values().items()}
     for rank, local in enumerate(results):
         for name, array in zip(fusion.outputs, local, strict=True):

@@ -4,7 +4,7 @@ interpreter are close to those of NumPy.
 Programs cover both 8-bit dtypes, all granularities of scales, even and uneven sizes, and chunk loops with every algorithm. Norms,
 activations and gathers may precede the products. Epilogues and reductions may follow the products. Absolute values of inputs are 0, 2^i or
 5 * 2^i, so that a quotient of an element and a scale is not near a tie. Then the reference in f64 and the program in f32 round to the same
-value. If other values are quantised, `Writer.is_rounded` is set.
+value. If quantised values may be near a tie, `Writer.is_rounded` is set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tenso
 
 
 class Writer:
-    """Writes one program. Rows x [M, K] pass through layers. Each layer quantises the rows, and multiplies them by weights."""
+    """Writes one program. Rows x [M, K] pass through layers. Each layer quantises the rows, and multiplies the rows by weights."""
 
     def __init__(self, seed: int):
         self.draw = draw = random.Random(seed)
@@ -80,7 +80,7 @@ class Writer:
         return ("K", "N") if i % 2 == 0 else ("N", "K")
 
     def declare(self, i: int) -> None:
-        """Declares the inputs of layer i. The weights are [n, k], and have scales if they have 8 bits."""
+        """Declares the inputs of layer i. The weights are [n, k]. Weights of 8 bits have scales."""
         draw, (k, n), m = self.draw, map(self.size, self.dims(i)), self.size("M")
         wide = draw.choice([hw.f32, hw.bf16])
         if i == 0:
@@ -250,7 +250,7 @@ def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     assert HostProgram.parse(str(host)) == host
     check(host, fusion=fusion)
     if ints := undivided(host, {name: writer.sizes[name] for name in host.symbols() if name in writer.sizes}):
-        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # A call with these sizes runs this variant.
+        fusion = at_sizes(fusion, ints, [output.type for output in host.outputs])  # A call with uneven sizes runs this variant.
         host = lower(fusion, options(seed))
         check(host, fusion=fusion)
     given = writer.arrays(seed)

@@ -23,7 +23,7 @@ from hostweave.pipeline import lower
 from hostweave.types.numpy_dtypes import numpy_dtype
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 3})
-SIZES = {"A": 12, "B": 24, "C": 36}  # multiples of the numbers of ranks of all these meshes
+SIZES = {"A": 12, "B": 24, "C": 36}  # multiples of the number of ranks of each mesh in MESHES
 UNEVEN = {"A": 11, "B": 10, "C": 9}  # used only for sizes that are ints in the program
 ROWS = 5  # range of the indices
 TOLERANCE = 2e-3  # relative to the largest element, because some ops divide

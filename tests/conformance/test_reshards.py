@@ -111,7 +111,7 @@ def compare(fusion: Fusion, given: dict[str, Array], results: list[dict[str, Arr
 
 
 def sizes_of(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> dict[str, int]:
-    """For seed 0, sizes are even. For other seeds, sizes are uneven if the program allows this, and some shards may be empty."""
+    """For seed 0, sizes are even. For other seeds, sizes are uneven if the program allows uneven sizes, and some shards may be empty."""
     even = {name: size * (3 if mesh.size == 3 else 1) * (1 + seed) for name, size in SIZES.items()}
     uneven = [{}, {"A": 10, "B": 3, "C": 7}, {"A": 1, "B": 17, "C": 2}][seed]
     return {**even, **{name: size for name, size in uneven.items() if name in lowered(of, mesh).uneven}}

@@ -168,7 +168,7 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# i64 and i8 run with `-m slow`, because their kernels are like those of i32 and u8. Integers are also tested in tests/programs/dtypes.
+# i64 and i8 run with `-m slow`, because kernels of i32 and u8 are similar. Integers are also tested in tests/programs/dtypes.
 COMPARED = [pytest.param(dtype, marks=[pytest.mark.slow] if dtype in ("i64", "i8") else []) for dtype in DTYPES]
 
 

@@ -79,7 +79,7 @@ def test_no_name_of_the_user_collides() -> None:
 
 
 def test_no_composed_name_collides() -> None:
-    """Local sizes are named after a size and axes. Elements are named after a value and an index. A user name may equal such a name."""
+    """Local sizes are named after a size and axes. Elements are named after a value and an index. User names may equal these names."""
     mesh = hw.Mesh(a=2, b=2, a_b=2)
     sizes = {"x": hw.f32["N@a,b"], "y": hw.f32["N@a_b"], "z": hw.f32["N_a@a_b"], "w": hw.f32["N_block_2@a", "N_a_b@b"]}
 

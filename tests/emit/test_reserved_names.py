@@ -1,6 +1,6 @@
 """User names that have a meaning in templates, runtime headers, or headers of C, CUDA, NCCL and cuBLAS.
 
-The programs use these names for dims, inputs, axes, kernels, blocks and streams.
+In the tested programs, dims, inputs, axes, kernels, blocks and streams have such names.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hostweave.runtime.cpu import seeded
 
 CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
 STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # headers that templates include
-# These names cannot collide. `rank` is a parameter of constructors, in which user names are only members. The others are words of
-# the preprocessor.
+# These names cannot collide. `rank` is a parameter of constructors, in which user names are only members. The names after `rank` are words
+# of the preprocessor.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 NO_CPP = ("CMakeLists.txt.j2", "pyproject.toml.j2", "timeline.html.j2", "timeline.svg.j2")
 # Templates in which user names can occur only as members, or not at all.

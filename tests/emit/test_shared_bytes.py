@@ -27,7 +27,7 @@ def groups(plan: str) -> list[list[str]]:
 
 def in_use(plan: str) -> list[set[str]]:
     """Returns the set of live buffers after each call of `allocate`, `free` or `join`."""
-    used: dict[str, str] = {}  # for each live buffer, the pool of streams in which it was allocated, or ""
+    used: dict[str, str] = {}  # for each live buffer, the pool of streams of its allocation, or ""
     after = []
     for call, arguments in re.findall(r"memory\.(allocate|free|join)\((.*)\);", plan):
         member, *rest = arguments.split(", ")
@@ -45,7 +45,7 @@ def in_use(plan: str) -> list[set[str]]:
 def test_buffers_that_share_bytes_have_disjoint_live_ranges(make: Callable[[int, DType], Fusion]) -> None:
     plans = PLANS.findall(render(lower(make(2, hw.f32), Options()))["program.cpp"])
     shared = [group for plan in plans for group in groups(plan)]
-    assert shared or make.__name__ == "attention"  # Attention is a single call. It has no temporaries that could share bytes.
+    assert shared or make.__name__ == "attention"  # Attention is a single call, without temporaries that could share bytes.
     assert len({buffer for group in shared for buffer in group}) == sum(map(len, shared)), "a buffer is in two groups"
     for plan in plans:
         for group in groups(plan):

@@ -1,4 +1,4 @@
-"""Generated sources are equal for both targets, and need no toolchain. They compile with the real CUDA, NCCL and cuBLASLt."""
+"""Generated sources are equal for both targets, and need no toolchain. The sources compile with the real CUDA, NCCL and cuBLASLt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing, text and errors of blocks. The text has each block once, before its callers."""
+"""Tracing, text and errors of blocks. The text has each block once, before the callers of the block."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ fusion @stack(%x: f32[M@x, E], %w: f32[E, E], %v: f32[E, E]) mesh(x=2) {
 
 
 def stack() -> tuple[Fusion, list[str]]:
-    """The program of STACK, and the names of its blocks in the order in which they were traced."""
+    """The program of STACK, and the names of the blocks in the order of tracing."""
     ran = []
 
     @hw.block(**TYPES)

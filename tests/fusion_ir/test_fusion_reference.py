@@ -36,7 +36,7 @@ def test_every_op_has_an_example() -> None:
     }  # tested in tests/programs/attention
     assert (
         set(EXAMPLES) == set(OPS) - {"kernel", "output", "repeat", "renumber", "reverse_second", *RESHARD_STEPS} - elsewhere
-    )  # all other ops except user kernels, repeats, outputs of calls, and ops that only passes create
+    )  # all ops that are not tested elsewhere, except user kernels, repeats, outputs of calls, and ops that only passes create
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)

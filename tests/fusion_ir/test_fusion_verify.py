@@ -1,4 +1,4 @@
-"""The verifier of fusions: its messages about invalid fusions, and valid steps of reshards."""
+"""The verifier of fusions: messages about invalid fusions, and valid steps of reshards."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ STEPS = [
     "%y: f32[9@b, 6] on mesh(b=3 of ranks 0..3) = transfer(%w, blocks="
     "[(3, 1) to (2, 1): 0[0] -> 0[0], 3[0] -> 0[1], 0[1] -> 1[0], 3[1] -> 1[1], 0[2] -> 2[0], 3[2] -> 2[1]])",
 ]
-# Reshard steps that do not match their types: index into STEPS, text in this step, wrong text in its place, and message.
+# Reshard steps that do not match their types: index into STEPS, part of the step's text, wrong text for this part, and message.
 WRONG = [
     (0, "axes=(a, b)", "axes=(b, a)", "(b, a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
     (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but the all_gather of f32[8@a,b, 6] is f32[8@a, 6]; correct the type of %y"),

@@ -40,7 +40,7 @@ def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.T
 
 
 HEADS = {"q": hw.f32[2, "H", "S", 8], "k": hw.f32[2, "H", "T", 8], "v": hw.f32[2, "H", "T", 8], "bias": hw.f32["H", "S", "T"]}
-# In EXAMPLES, `astype` casts to i32, which is not linear. `pad` pads both dims, so ranks can share neither of them.
+# In EXAMPLES, `astype` casts to i32, which is not linear. `pad` pads both dims, so ranks can share neither dim.
 OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {
     "astype": lambda x: hw.astype(x, hw.f32),
     "pad": lambda x: hw.pad(x, (1, 2), value=7),
@@ -203,7 +203,7 @@ def combine(functions: Functions, reduction: str) -> Callable[..., Samples]:
 
 
 def halved(operand: Any, labels: Sequence[str | None], label: str, rank: int) -> Any:
-    """Returns the block of a rank, or None if a dim with this label has an odd size."""
+    """Returns the block of a rank, or None if a dim labelled `label` has an odd size."""
     for dim, own in enumerate(labels):
         if own == label:
             size = operand.shape[dim]

@@ -117,7 +117,7 @@ def test_repeated_calls_become_one_repeat(backward: bool) -> None:
     ("function", "repeats"),
     [
         (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_1"]), 1),
-        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["v"]), 0),  # These names have no consecutive numbers.
+        (lambda layer, x, w: layer(layer(x, w["w_0"]), w["v"]), 0),  # The names w_0 and v have no consecutive numbers.
         (lambda layer, x, w: layer(layer(x, w["w_1"]), w["w_0"]), 1),
         (lambda layer, x, w: layer(layer(x, w["w_0"]) * 2, w["w_1"]), 0),  # Another op is between the calls.
         (lambda layer, x, w: layer(x, w["w_0"]) + layer(x, w["w_1"]), 1),
@@ -141,7 +141,7 @@ def test_number_of_repeats(function: Any, repeats: int) -> None:
 
 
 def test_a_first_layer_that_differs_keeps_its_inputs_apart() -> None:
-    """The inputs of the other layers form groups. The groups do not include u_0 and w_0, the inputs of the first layer."""
+    """The inputs of layers 1 to 3 form groups. The groups do not include u_0 and w_0, the inputs of layer 0."""
 
     @hw.block(x=hw.f32["M@x", "E"], u=hw.f32["E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, u: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -257,8 +257,8 @@ def test_a_repeat_needs_no_group() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("count", [3, 6])
 def test_calls_that_use_the_previous_tensor(count: int, backward: bool) -> None:
-    """A backward pass uses the input of each layer, and this input is a result of the previous layer. In the repeat, the function `back`
-    reshards the gradients."""
+    """A backward pass uses the input of each layer. The input of a layer is a result of the previous layer. In the repeat, the function
+    `back` reshards the gradients."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], s=hw.f32["M@x", "E"])
     def back(x: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -320,8 +320,8 @@ def test_carried_values_can_be_returned(backward: bool) -> None:
 def taken_again(
     both: Sequence[str] = ("before", "after"), donate: Sequence[str] = (), weight: str = "E", order: Sequence[int] = (0, 1, 2, 3)
 ) -> Fusion:
-    """Calls `layer`, and then `back` in reverse order, as in a backward pass. A call of `back` reads the operand of its layer if `both` has
-    "before", and the result if `both` has "after"."""
+    """Calls `layer`, and then `back` in reverse order, as in a backward pass. Each call of `back` belongs to a call of `layer`. The call of
+    `back` reads the layer's operand if `both` has "before", and the layer's result if `both` has "after"."""
 
     @hw.block(donate=donate, x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

@@ -90,7 +90,7 @@ def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]
 
 
 def decide(name: str, group: hw.Group) -> None:
-    """All ranks start to use graphs at the same call, although they pass their arrays in different orders. Later calls pass larger arrays,
+    """All ranks start to use graphs at the same call, although the ranks pass arrays in different orders. Later calls pass larger arrays,
     and new arrays on rank 0."""
     fusion, program = of_name(name, "one_sided", group.count, "auto")
     sets, larger = [Arrays(fusion, group.rank, 3, in_no_window) for _ in range(3)], Arrays(fusion, group.rank, 24, in_no_window)

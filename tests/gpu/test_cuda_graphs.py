@@ -140,7 +140,7 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
-    """The graph has no nodes for the events of NCCL. The launch waits for these events and records them instead. Uncaptured calls follow
+    """The graph has no nodes for the events of NCCL. Instead, each launch waits for these events and records them. Uncaptured calls follow
     some launches."""
     program = layers_on(ranks)
 
@@ -237,7 +237,7 @@ def test_calls_are_captured_automatically(ranks: int) -> None:
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
 def test_a_rank_that_does_not_launch() -> None:
-    """The watchdog ends the launch of the other rank, and names the call."""
+    """Rank 1 does not launch. The watchdog ends the launch of rank 0, and names the call."""
     program, threads = mlp_on(2), hw.Threads(2)
     captured, failed = threading.Barrier(2), threading.Event()
 
@@ -274,7 +274,7 @@ def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
     """Replays a torch graph of two programs and torch ops, between calls. Then another capture fails. Then a call and a replay follow."""
     program, other = mlp_on(ranks), mlp_on(ranks)
     mine = Rank(rank, ranks)
-    for one in (program, other):  # This builds, connects and allocates before the capture.
+    for one in (program, other):  # These calls build, connect and allocate before the capture.
         one(mine.x, *mine.weights)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -324,7 +324,7 @@ def fails(program: hw.Program, mine: Rank) -> None:
 def test_a_launch_by_torch_names_its_line(
     make: Callable[[int], hw.Program], edges: set[str], peers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 launches its graph before rank 1 does. The progress of rank 0 then names the line that waits, and the expected ranks. Each
+    """Rank 0 launches its graph before rank 1 launches. The progress of rank 0 then names the line that waits, and the expected ranks. Each
     rank launches its graph twice."""
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     program, late = make(2), [threading.Event() for _ in range(2)]
@@ -475,7 +475,7 @@ def test_a_first_call_in_a_capture_is_refused() -> None:
 
 def test_a_query_on_another_thread_does_not_end_a_capture() -> None:
     """While torch captures, another thread queries the state of calls, as the watchdog does. In torch's default mode, CUDA forbids unsafe
-    calls on all threads. A query that makes such a call would invalidate the capture."""
+    calls on all threads. A query that makes an unsafe call would invalidate the capture."""
     program = mlp_on(1)
 
     def body(rank: int, group: hw.Group) -> None:

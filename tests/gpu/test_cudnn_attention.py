@@ -257,8 +257,8 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 
 def test_cases_that_cudnn_lacks() -> None:
-    """cuDNN does not support lengths together with a shifted diagonal. Misaligned operands are copied, because cuDNN does not support
-    them."""
+    """cuDNN does not support lengths together with a shifted diagonal. Misaligned operands are copied, because cuDNN needs aligned
+    operands."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"

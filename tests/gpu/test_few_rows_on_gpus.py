@@ -20,7 +20,7 @@ SIZES = [
     (8, 34, 1000),
     (3, 6, 4),
     (5, 14336, 72),
-    (7, 2056, 4000),  # In this case, the kernel uses pairs of large thread blocks.
+    (7, 2056, 4000),  # For these sizes, the kernel uses pairs of large thread blocks.
     (2, 8, 40000),
     (6, 4096, 1024),
 ]
@@ -38,14 +38,14 @@ def products(t: DType) -> Fusion:
             hw.silu(hw.matmul(z[0], w)) * hw.matmul(z[0], v[1]),
             hw.silu(hw.matmul(z[1], wt.T)) * r + b,
             hw.maximum(hw.matmul(x, w), hw.matmul(x, v[0])) - hw.matmul(x, v[1]),
-            hw.matmul(x[:, ::2], w[::2]),  # Both operands are copied first, because they are not contiguous.
+            hw.matmul(x[:, ::2], w[::2]),  # Both operands are copied, because the slices are not contiguous.
         )
 
     return products
 
 
 def scaled(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Scales weights so that products are about as large as the other operand. The exp of the GPU is less accurate for large arguments."""
+    """Scales weights so that a product is about as large as its first operand. The exp of the GPU is less accurate for large arguments."""
     k = arrays["x"].shape[-1]
     return {name: (array * k**-0.5).astype(array.dtype) if name in ("w", "wt", "v") else array for name, array in arrays.items()}
 

@@ -13,9 +13,9 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
-# Unit roundoffs of the sums and of the result, and half of the smallest subnormal number of f16. The other dtypes do not underflow here.
-# The error of a sum of n products is at most n unit roundoffs times the sum of the products' absolute values (Higham, Accuracy and
-# Stability of Numerical Algorithms, 3.1; underflow: 2.2).
+# Unit roundoffs of the sums and of the result, and half of the smallest subnormal number of f16. Only f16 underflows here. The error of a
+# sum of n products is at most n unit roundoffs times the sum of the products' absolute values (Higham, Accuracy and Stability of Numerical
+# Algorithms, 3.1; underflow: 2.2).
 UNITS = {
     hw.f64: (2.0**-53, 0.0, 0.0),
     hw.f32: (2.0**-24, 0.0, 0.0),

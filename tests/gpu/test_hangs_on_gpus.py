@@ -31,7 +31,7 @@ def gathered_by_puts(x, w):
 
 
 def without_a_signal(source: str) -> str:
-    """C++ in which rank 1 omits the signal after its put, if an environment variable is set."""
+    """C++ in which rank 1 omits the signal after a put, if an environment variable is set."""
     head, found, tail = source.partition(SIGNAL)
     assert source.count(SIGNAL) == 1, source
     return f"#include <cstdlib>\n{head}{FAULT}{found}{tail}"
@@ -112,8 +112,8 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report names the unfinished launch, and the variable HOSTWEAVE_GRAPH_PROGRESS. If this variable is set, the report names
-    the lines that wait."""
+    """The report names the unfinished launch, and the variable HOSTWEAVE_GRAPH_PROGRESS. If the variable is set, the report names the lines
+    that wait."""
     report = report_of(tmp_path, "graph")
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report

@@ -39,7 +39,7 @@ GPUS = len(gpus())
 ALL = max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1)
 DTYPES = {1: hw.f32, 2: hw.f16, 4: hw.bf16, 8: hw.bf16}
 
-# Other libraries warn when they are imported.
+# Other libraries warn at import.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
@@ -237,7 +237,7 @@ def test_close_frees_the_memory_of_every_gpu() -> None:
     fusion = fusion_of("matmul_ar_flat", ALL, 3, hw.f32)
     sizes = {"M": 3 * 2048, "K": ALL, "N": 4096}
     small, large = (integer_arrays(fusion, s, seed=0) for s in (sizes_of(fusion), sizes))
-    compiled(fusion, "cuda").run(**large)  # The warm-up creates contexts, and NCCL's buffers for this size.
+    compiled(fusion, "cuda").run(**large)  # The warm-up creates contexts, and NCCL's buffers for the large arrays.
     output = 4 * sizes["M"] * sizes["N"]
 
     def takes_and_frees(program: hw.Program) -> bool:
@@ -329,7 +329,7 @@ def test_ctrl_c_and_the_time_out_end_ranks_that_wait_for_ever() -> None:
 
 
 def test_outputs_belong_to_the_stream_of_the_call(request: pytest.FixtureRequest) -> None:
-    """Torch's allocator provides the memory of outputs for the stream of the call. It reuses the memory only on that stream."""
+    """Torch's allocator provides the memory of outputs for the stream of the call, and reuses the memory only on this stream."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M"])

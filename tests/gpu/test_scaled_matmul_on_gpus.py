@@ -1,4 +1,4 @@
-"""Scaled matmuls of 8-bit floats on GPUs. Results are close to float64. For some scales, they are as accurate as those of
+"""Scaled matmuls of 8-bit floats on GPUs. Results are close to float64. For some scales, the results are as accurate as the results of
 torch._scaled_mm."""
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_quantised_and_transposed_by_one_kernel() -> None:
 
 
 def test_two_gpus() -> None:
-    """A put loop gathers the rows of an operand and their scales."""
+    """A put loop gathers the rows of an operand, and the scales of the rows."""
     if len(gpus()) < 2:
         pytest.skip("needs two GPUs")
     k, n, m = 2048, 1024, 512

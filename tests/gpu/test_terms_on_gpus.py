@@ -23,7 +23,7 @@ DTYPES = {hw.bf16: "bfloat16", hw.f16: "float16", hw.f32: "float32"}
 
 
 def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program:
-    """Program that computes y = x + all_reduce(p), and y minus the sums of its rows. So one kernel reads y twice."""
+    """Program that computes y = x + all_reduce(p), and y minus the row sums of y. So one kernel reads y twice."""
 
     @hw.fusion(mesh=hw.Mesh(tp=RANKS), x=dtype["T", width], p=dtype[f"{RANKS}@tp", "T", width])
     def reduced(x: hw.Tensor, p: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -244,7 +244,7 @@ def test_a_rank_that_never_launches_its_kernel(exchanges: str) -> None:
         expect(step(), want)
         if rank == 0:
             step()
-            torch.cuda.synchronize()  # This blocks until the watchdog aborts the wait of the kernel.
+            torch.cuda.synchronize()  # This call blocks until the watchdog aborts the wait of the kernel.
             with pytest.raises(ExecutionError, match="is not done after 5 seconds"):
                 group.check()
             ended.set()

@@ -54,7 +54,7 @@ def test_an_edit_that_would_be_lost_is_refused() -> None:
 
 
 def test_an_edit_changes_one_position() -> None:
-    """The same instruction object may be at several positions, because a pass repeated it."""
+    """The same instruction object may be at several positions, because a pass repeated the instruction."""
     fill = ir.Fill("y", 0.0)
     assert tree.edited((fill, fill), {1: ()}) == (fill,)
     again = (ir.OnStream("ring", Const(0), (fill,)),) * 2

@@ -91,7 +91,7 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
 
 def test_inlined() -> None:
     """Each inlined call has separate buffers. Top-level buffers of the function are deallocated after the call, so that the next call can
-    reuse their memory."""
+    reuse the memory of the buffers."""
     host = HostProgram.parse(CPU_DEVICE)
     verify_host(host)
     flat = inlined(host)
@@ -100,7 +100,7 @@ def test_inlined() -> None:
 
 
 def test_donated_arguments() -> None:
-    """A donated argument and the result in its memory keep separate names, because they are different values."""
+    """A donated argument and the result in its memory are different values, so their names stay separate."""
     text = """function @fn(%x: f32[4], %u: f32[4]) -> (%y: f32[4] in %x) {
   copy %u -> %y
 }

@@ -125,7 +125,7 @@ def test_results_are_on_the_mesh_of_their_operands() -> None:
 
 
 def test_all_ranks_in_other_axes() -> None:
-    """The type of x names its mesh, which has other axes. The types of y and z name no mesh, because they are on the program's mesh."""
+    """The type of x names the mesh of x, which has different axes. The types of y and z name no mesh, because y and z are on LINE."""
 
     @hw.fusion(mesh=LINE, x=hw.f32["M@dp", "K@tp"].on(Mesh(dp=2, tp=2)), y=hw.f32["M@x"].on(LINE), z=hw.f32["M@x"].on(LINE.ranks(range(4))))
     def f(x, y, z):

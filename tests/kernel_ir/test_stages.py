@@ -1,4 +1,4 @@
-"""Golden files of kernels: the loops after each pass that changes them. `pytest --update-golden` rewrites the files."""
+"""Golden files of kernels: the loops after each pass that changes the loops. `pytest --update-golden` rewrites the files."""
 
 from __future__ import annotations
 

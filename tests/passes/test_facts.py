@@ -100,8 +100,8 @@ def test_the_pipeline_refuses_a_pass_that_breaks_one(monkeypatch: pytest.MonkeyP
 
 
 def test_a_pass_returns_an_unchanged_program_itself() -> None:
-    """Analyses are cached on the program, on its ops and on its kernels. They stay valid if a pass returns the same object. An equal copy
-    would be analysed and verified again."""
+    """Analyses are cached on the program, on its ops and on its kernels. The cached analyses stay valid if a pass returns the same object.
+    An equal copy would be analysed and verified again."""
 
     @hw.block(x=hw.f32["M", "K"], w=hw.f32["K", "K@x"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

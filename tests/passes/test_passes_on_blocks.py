@@ -187,8 +187,8 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 
 
 def test_a_join_stays_before_a_call() -> None:
-    """The called block forks the same streams. Its work must follow the earlier work on these streams, so the join before the call
-    stays."""
+    """The called block forks the streams of the loop before the call. The work of the block must follow the work of the loop, so the join
+    before the call stays."""
     text = """\
 function @layer(%x: f32[M, E]) {
   %y: f32[M, E] stream(M, 2) = negative(%x)

@@ -18,7 +18,7 @@ def after(option: str) -> str:
 
 unit, into = Path(after("-c")), Path(after("-o"))
 text = unit.read_text() if unit.is_file() else ""
-sources = [unit, *map(Path, re.findall(r'#include "(/.*?)"', text))]  # A unit of a unity build includes sources by their paths.
+sources = [unit, *map(Path, re.findall(r'#include "(/.*?)"', text))]  # A unit of a unity build includes sources by absolute path.
 root = next((folder for source in sources for folder in source.parents if Path(folder, ".hostweave-export").is_file()), None)
 if not root or "-MF" not in command:
     os.execvp(command[0], command)

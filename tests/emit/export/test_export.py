@@ -36,7 +36,7 @@ QUICK = {
     "CMAKE_GENERATOR": "Ninja",
     "CMAKE_BUILD_TYPE": "Debug",
     "CMAKE_TOOLCHAIN_FILE": str(Path(__file__).with_name("quick.cmake")),
-    "NVCC_APPEND_FLAGS": "--Ofast-compile=max" if "--Ofast-compile" in NVCC_OPTIONS else "",  # CUDA 12.9 and later have this option.
+    "NVCC_APPEND_FLAGS": "--Ofast-compile=max" if "--Ofast-compile" in NVCC_OPTIONS else "",  # CUDA 12.9 and later have --Ofast-compile.
 }
 
 

@@ -117,7 +117,7 @@ def use(wheel: Path, folder: Path) -> list[str]:
     """Installs only the wheel. Returns the output of USE with ranks as threads, and of each of two processes."""
     site = folder / "site"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # Without --no-deps, pip installs this package here.
+    (site / "scipy_openblas32").symlink_to(Path(scipy_openblas32.__file__).parent)  # Without --no-deps, pip installs scipy_openblas32 here.
     (folder / "use.py").write_text(USE)
     processes = [
         subprocess.Popen(

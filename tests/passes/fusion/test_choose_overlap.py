@@ -1,4 +1,4 @@
-"""The pass choose_overlap: the ops of chunk loops, their chunks, and their algorithms."""
+"""The pass choose_overlap: the ops, chunks and algorithms of chunk loops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCATTER = (
     "%h: f32[M, N] partial(sum, x) = matmul(%x, %w)\n%y: f32[M@x, N] stream({}) = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)",
 )
 
-# For each case: a program, the arguments of its stream, the header of the loop that the pass makes, and the streams of the program's two
+# For each case: a program, the arguments of `stream`, the header of the loop that the pass makes, and the streams of the program's two
 # values after the pass.
 STATED = [
     (GATHER, "M, 8", "8 chunks by_shard local_first", "M, p2p", "M"),

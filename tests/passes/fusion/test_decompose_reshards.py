@@ -173,7 +173,7 @@ def test_case(case: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if "stream" not in CASES[case][2]])
 def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
-    """The text of a fusion may state communications and local slices. Passes keep these ops and add none."""
+    """The text of a fusion may state communications and local slices. Passes keep these ops, and add no ops."""
     inputs, _, after = CASES[case]
     program = fusion(inputs, after, mesh="x=8, y=2")
     for apply in (propagate_sharding, insert_reshards, decompose_reshards):

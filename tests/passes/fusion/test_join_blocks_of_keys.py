@@ -1,4 +1,4 @@
-"""The pass join_blocks_of_keys: each rank attends to its local keys. The results are combined by their log-sum-exps. Queries must be
+"""The pass join_blocks_of_keys: each rank attends to its local keys. The results of the ranks are combined by log-sum-exps. Queries must be
 replicated, and keys sharded in blocks."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The pass keep_groups_apart: rows stay on the ranks of their experts between grouped matmuls with the same groups. Only elementwise
-ops and slices of columns may be between the matmuls. No op outside of this chain may use the rows, and the rows must not be a result."""
+"""The pass keep_groups_apart: rows stay on the ranks of their experts between grouped matmuls with the same groups. Only elementwise ops
+and slices of columns may be between the matmuls. No op outside of this chain of ops may use the rows, and the rows must not be a result."""
 
 from __future__ import annotations
 

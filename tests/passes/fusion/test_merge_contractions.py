@@ -92,4 +92,4 @@ def test_weight_gradients_need_no_gather() -> None:
         dw = hw.reshape(x, "S*B", "E").T @ hw.reshape(dy, "S*B", "F")
         return dw, hw.einsum("sbe,sbf->fe", x, dy), hw.tensordot(dy, x, (("S", "B"), ("S", "B"))) * 2
 
-    assert communications(gradients) == ["all_reduce"] * 2  # There are three gradients; two of them are the same op.
+    assert communications(gradients) == ["all_reduce"] * 2  # Two of the three gradients are the same op.

@@ -1,4 +1,4 @@
-"""The pass multiply_shards: matmuls that process gathered shards one after another, and their epilogues."""
+"""The pass multiply_shards: matmuls that process gathered shards one after another, and epilogues of the matmuls."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_programs_that_the_pass_does_not_change(case: str) -> None:
 
 
 def choice_of(ranks: int, columns: bool, transport: str = "auto", use: str = "once") -> Choice | None:
-    """Choice for a weight of 4096 x 8192, or the transpose of it. The gather overlaps with another matmul of 1408 rows per rank."""
+    """Choice for a weight of 4096 x 8192, or for the transposed weight. The gather overlaps with another matmul of 1408 rows per rank."""
     rows = 1408 * ranks
     stored = hw.bf16[4096, "8192@dp"] if columns else hw.bf16["8192@dp", 4096]
 
@@ -158,4 +158,4 @@ def multiplies_right(seed: int) -> bool:
 
 
 def test_random_layers() -> None:
-    assert sum(map(multiplies_right, range(40))) > 30  # The other programs have no such matmul, or were not compared.
+    assert sum(map(multiplies_right, range(40))) > 30  # The remaining programs have no matmul of shards, or were not compared.

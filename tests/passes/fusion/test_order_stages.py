@@ -15,7 +15,7 @@ from hostweave.pipeline import lower
 
 
 def pipeline(stages: int, batches: int, order: str, ranks: int = 1) -> hw.Fusion:
-    """Pipeline with one matmul per stage, forward and backward. In the order `naive`, micro-batches follow each other. In the order
+    """Pipeline with one matmul per stage, forward and backward. In the order `naive`, micro-batches run one after another. In the order
     `gpipe`, all forward passes come first."""
     mesh = hw.Mesh(x=stages * ranks)
     on = [mesh.ranks(range(stage * ranks, (stage + 1) * ranks)) for stage in range(stages)]

@@ -202,7 +202,7 @@ def test_times() -> None:
 
 
 def test_a_gather_that_overlaps_with_nothing() -> None:
-    """The gather uses copy engines if they are faster, and if another communication overlaps and may use copy engines."""
+    """The gather uses copy engines if copy engines are faster, and if a second communication overlaps and may use copy engines."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)
@@ -271,8 +271,8 @@ def test_each_call_of_a_function_counts(calls: int, in_kernels: bool) -> None:
 
 
 def test_a_reduce_scatter_that_overlaps_with_products() -> None:
-    """With peer access, copy engines and a kernel that adds can replace NCCL. The reduce-scatter uses them if this takes less
-    time, including the delay of concurrent ops."""
+    """With peer access, copy engines and a kernel that adds can replace NCCL. The reduce-scatter uses copy engines and the kernel if they
+    take less time, including the delay of concurrent ops."""
     inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"
     ops = """%p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
         %dx: bf16[M@x, K] = reduce_scatter(%p, dim=0, axes=(x), reduction=sum)

@@ -84,7 +84,7 @@ def test_operands_that_are_broadcast() -> None:
 
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_other_kernels_at_the_present_shape(has_norm: bool) -> None:
-    """An op does not move across a reshape if another kernel reads its value. After the move, the op could not be fused with this
+    """An op does not move across a reshape if another kernel reads the value of the op. After the move, the op could not be fused with this
     kernel."""
 
     def f(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -117,7 +117,7 @@ def test_dims_of_one_element(shape: tuple[int, ...]) -> None:
 
 
 def test_reshaped_values_that_are_broadcast() -> None:
-    """A reshape does not move past ops that broadcast its result, because the results of these ops have more elements."""
+    """A reshape does not move past ops that broadcast the reshaped value, because the results of these ops have more elements."""
 
     def rows(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
         return hw.exp(x) / hw.reshape(hw.sum(x * x, 1) + 1.0, 12, 1) * w

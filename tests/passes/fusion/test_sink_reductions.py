@@ -1,4 +1,4 @@
-"""The pass sink_reductions: a reduction moves past linear ops if this saves bytes or communications."""
+"""The pass sink_reductions: a reduction moves past linear ops if the move saves bytes or communications."""
 
 from __future__ import annotations
 

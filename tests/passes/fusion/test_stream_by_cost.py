@@ -137,7 +137,7 @@ def test_sums_of_a_matmul_in_slices() -> None:
 
 
 def test_a_reduce_scatter_that_other_ops_hide_is_not_in_a_loop() -> None:
-    """A reduce-scatter is not in a loop if later ops can hide it. An example is the reduce-scatter of a weight's gradient. Without such
+    """A reduce-scatter is not in a loop if later ops can hide it. An example is the reduce-scatter of a weight's gradient. Without later
     ops, the reduce-scatter is in a loop."""
     inputs, ops = SCATTER
     inputs, rest = f"{inputs}, %v: bf16[N, N], %u: bf16[M, N]", "\n%a: bf16[M, N] = matmul(%u, %v)\n%z: bf16[M, N] = negative(%a)"
@@ -251,7 +251,7 @@ def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put
     assert predicted["none"] == pytest.approx(none, rel=0.2)
 
 
-OF_FEW_ROWS = [  # Sizes, the alternative that the model should choose, and measured microseconds of this alternative and of none.
+OF_FEW_ROWS = [  # Sizes, the alternative that the model should choose, and measured microseconds of this alternative and of `none`.
     *((GATHER, 512, 8192, 7168, "put(2)", 99, 127), (GATHER, 16, 8192, 7168, "none", 49.5, 49.5)),
     *((SCATTER, 512, 3584, 8192, "put(2)", 68, 79), (SCATTER, 16, 3584, 8192, "none", 31, 31)),
 ]

@@ -62,7 +62,7 @@ CASES = {
 
 
 def program(body: str) -> HostProgram:
-    """Program with this body, and with declarations of the channel, streams and events that the body uses."""
+    """Program with `body`, and with declarations of the channel, streams and events that `body` uses."""
     channels, events = " channels(b: b two_sided)" if " on b" in body else "", " events(done[1])" if "done" in body else ""
     streams = " streams(s[2])" if "stream s" in body else ""
     return HostProgram.parse(f"host @f(%x: f32[4]) -> (%y: f32[4]) mesh(a=2, b=1){channels}{streams}{events} {{\n{body}}}\n")

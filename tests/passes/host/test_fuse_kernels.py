@@ -230,7 +230,7 @@ host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[]) mesh() {
 
 
 def apart(between: str, later: str = "launch @multiply_y %x, %w -> %b") -> bool:
-    """True if two kernels stay separate. One reads %x. The other is launched by `later`, after the instructions in `between`."""
+    """True if two kernels stay separate. The first kernel reads %x. `later` launches the second kernel, after `between`."""
     inputs = "(%x: f32[N, N], %w: f32[N, N]) -> (%y: f32[N, N], %z: f32[N, N]) mesh() streams(s[1]) events(e[1])"
     body = f"launch @negative_h %x -> %y\n{between}\n%b = allocate f32[N, N]\n{later}\nmatmul %w, %b -> %z"
     text = fused(host_text.parse(str(host(body, inputs)).replace("[M, N]", "[N, N]")))
@@ -266,8 +266,8 @@ def test_parts_of_one_buffer_are_written_by_one_kernel() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_is_not_fused_if_its_other_consumers_are_not(order: str) -> None:
-    """In the backward pass of a norm, two kernels compute a column sum and a row sum from the same intermediate values. The first
-    writes %x to new memory, and %dy to the memory of a result. The second reads both, and computes the other values again."""
+    """In the backward pass of a norm, two kernels compute a column sum and a row sum from the same intermediate values. The first kernel
+    writes %x to new memory, and %dy to the memory of a result. The second kernel reads %x and %dy, and recomputes the other values."""
     x = hw.bf16["M", "N"]
 
     @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)

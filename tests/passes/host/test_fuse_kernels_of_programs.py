@@ -20,8 +20,8 @@ from hostweave.pipeline import lower
 
 
 def test_indices_that_are_divided_by_a_constant_are_not_stored() -> None:
-    """Division by a constant is a multiplication and a shift. Other divisions take longer, so they are not repeated for each element of a
-    row."""
+    """Division by a constant is a multiplication and a shift. Division by a tensor takes longer, so it is not repeated for each element of
+    a row."""
 
     @hw.fusion(x=hw.f32["M", "N"], i=hw.i32["T"], n=hw.i32["T"])
     def rows(x: hw.Tensor, i: hw.Tensor, n: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -141,7 +141,7 @@ def test_rows_of_a_scatter_are_an_index_expression() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_numbers_that_are_computed_with_are_not_the_rows_of_a_lookup(rows: int) -> None:
-    """The indices of this lookup are an iota over the rows. The lookup returns all rows, even if there is only one."""
+    """The indices of this lookup are an iota over the rows. The lookup returns all rows, even if there is only one row."""
 
     @hw.fusion(x=hw.f32[rows, "N"])
     def looked_up(x: hw.Tensor) -> hw.Tensor:
@@ -174,7 +174,7 @@ def test_reductions_over_the_same_dims_read_their_operand_once() -> None:
 
 
 def test_a_cheap_formula_of_fewer_bytes_is_computed_again() -> None:
-    """Rows minus their means, as in LayerNorm, are not written in f32. Each kernel computes them from the 16-bit rows."""
+    """Rows minus their means, as in LayerNorm, are not written in f32. Each kernel computes the differences from the 16-bit rows."""
 
     def f(x: hw.Tensor, mean: hw.Tensor, dy: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         normal = hw.astype(x, hw.f32) - mean

@@ -1,4 +1,4 @@
-"""The pass multi_buffer: one slot per stream replaces a buffer if each of its chunks is used on only one stream."""
+"""The pass multi_buffer: one slot per stream replaces a buffer if each chunk of the buffer is used on only one stream."""
 
 from __future__ import annotations
 

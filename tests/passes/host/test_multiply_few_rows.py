@@ -1,4 +1,4 @@
-"""The pass multiply_few_rows fuses matmuls of few rows with the kernel that uses their results, and makes other matmuls concurrent."""
+"""The pass multiply_few_rows fuses matmuls of few rows with the kernel that uses the products, and makes other matmuls concurrent."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_a_known_number_of_rows_selects_the_kernel(rows: int, fuses: bool) -> No
 
 @pytest.mark.parametrize(("rows", "columns", "is_concurrent"), [(16, 1024, True), (16, 256, False), (129, 1024, False)])
 def test_matmuls_that_read_many_weights_of_one_operand_are_concurrent(rows: int, columns: int, is_concurrent: bool) -> None:
-    """Here, two matmuls of one operand are concurrent only if they have large weights and at most 128 rows. A third matmul reads their
-    results, so it is not concurrent."""
+    """Here, two matmuls of one operand are concurrent only if they have large weights and at most 128 rows. The third matmul reads the
+    results of both, so the third matmul is not concurrent."""
 
     @hw.fusion(x=hw.f32[rows, 1024], a=hw.f32[1024, columns], b=hw.f32[1024, columns], c=hw.f32[columns, 1024])
     def projected(x: Any, a: Any, b: Any, c: Any) -> Any:

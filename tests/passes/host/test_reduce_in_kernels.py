@@ -1,4 +1,4 @@
-"""The pass reduce_in_kernels: a small all-reduce, all-gather or reduce-scatter becomes part of the kernel that reads its result."""
+"""The pass reduce_in_kernels: a small all-reduce, all-gather or reduce-scatter becomes part of the kernel that reads the result."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_an_update_after_a_reduction_is_in_place(dtype: hw.DType) -> None:
 
 
 def test_an_operand_that_all_threads_read_is_not_overwritten() -> None:
-    """Many threads read each scale, so no sum can overwrite its scale. The sums are copied to the memory of the scales at the end."""
+    """Many threads read each scale, so the kernel cannot write sums to the memory of the scales. The sums are copied there at the end."""
 
     @hw.fusion(donate={"s": 0}, x=hw.f32["M", "N"], s=hw.f32["M"])
     def update(x: Any, s: Any) -> Any:
@@ -78,7 +78,7 @@ def test_a_counter_is_counted_after_its_last_use() -> None:
 
 
 def test_an_asynchronous_all_reduce_is_in_the_memory_of_its_result() -> None:
-    """The gradient of a weight is computed in the memory of the result. It is reduced there on another stream while dx is computed."""
+    """The gradient is computed and reduced in the memory of the result. The all-reduce runs on another stream while dx is computed."""
     mesh = hw.Mesh(x=2)
 
     @hw.fusion(mesh=mesh, x=hw.f32["T@x", "K"], dy=hw.f32["T@x", "N"], w=hw.f32["K", "N"])

@@ -379,7 +379,7 @@ TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i 
 
 
 def test_a_channel_keeps_its_order() -> None:
-    """An iteration has two collectives on one channel. Neither may be moved across the other."""
+    """An iteration has two collectives on one channel. The order of these two collectives must not change."""
     assert "stream ring[0]" not in str(in_turn(steps(TWICE)))  # Nothing is issued before the loop.
 
 

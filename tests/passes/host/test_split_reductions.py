@@ -47,7 +47,7 @@ def test_a_reduction_to_many_elements_is_not_split() -> None:
 
 
 def test_adjacent_ops_are_fused_with_either_kernel() -> None:
-    """In the norm of a gradient, the first kernel has the ops before the sum, and the second kernel has the ops after it."""
+    """In the norm of a gradient, the first kernel has the ops before the sum, and the second kernel has the ops after the sum."""
     norm = kernels(lambda x: hw.sqrt(hw.sum(hw.astype(x, hw.f32) ** 2)), x=hw.bf16["M", "N"])
     assert norm == ["@astype_multiply_sum_x_rows", "@sum_sqrt_y"]
 

@@ -1,4 +1,4 @@
-"""The pass transpose_beside: the kernel that computes a result also writes transposed copies of it."""
+"""The pass transpose_beside: the kernel that computes a result also writes transposed copies of the result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def program(body: str) -> HostProgram:
 
 
 def test_the_copy_is_made_with_its_operand() -> None:
-    """The launch that computes %q also writes its transpose. The kernel has the cast twice, so that each of the two stores converts
+    """The launch that computes %q also writes the transpose of %q. The kernel has the cast twice, so that each of the two stores converts
     pairs of elements."""
     made = transpose_beside(program("launch @halve %x -> %q copy %q -> %y %t = permute %q by [1, 0] copy %t -> %z"), Options())
     text = str(made)

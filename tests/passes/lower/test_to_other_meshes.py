@@ -1,4 +1,4 @@
-"""Lowering of reshards to another mesh: communications, blocks that are already on their rank, and moves in chunk loops."""
+"""Lowering of reshards to another mesh: communications, blocks that are already on the right rank, and moves in chunk loops."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_routes_of_a_transfer() -> None:
     found = transfer(hw.f32["M@x", "N"].on(A), hw.f32["M", "N"].on(ALL.ranks([1, 2, 3])), ALL)
     assert list(map(str, found.routes)) == ["0[0] -> 1[0]", "1[0] -> 1[1]", "0[0] -> 2[0]", "1[0] -> 2[1]", "0[0] -> 3[0]", "1[0] -> 3[1]"]
     assert found.share(2) == Fraction(5, 2)
-    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # Two ranks have the tensor, and each sends it once.
+    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # Each of the two ranks with the tensor sends it once.
     assert list(map(str, in_turn.routes)) == ["0[0] -> 2[0]", "1[0] -> 3[0]"]
 
 
@@ -209,8 +209,7 @@ def test_blocks_of_uneven_dims_end_at_shard_boundaries() -> None:
 
 
 def test_a_block_for_several_ranks_is_sent_once() -> None:
-    """A rank on both meshes copies locally. If as many ranks have a block as need it, each of them sends the block to
-    one rank."""
+    """A rank on both meshes copies locally. If as many ranks have a block as need the block, each rank that has it sends it to one rank."""
     there, first = ALL.ranks([0, 2, 3]), ALL.ranks([0])
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] on {first}) mesh(x=4) {{

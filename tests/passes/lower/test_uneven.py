@@ -32,7 +32,7 @@ def test_names(inputs: str, ops: str, uneven: tuple[str, ...]) -> None:
 
 
 def test_a_stream_over_ints_that_ranks_share_unevenly() -> None:
-    """The ranks do not divide the int size of the streamed dim. So the op is not in a loop, and a warning reports this."""
+    """The int size of the streamed dim is not a multiple of the number of ranks. So the op is not in a loop, and a warning is given."""
     with pytest.warns(OverlapWarning, match="4 ranks do not split the size 10 of dim 0 of %x_gathered evenly, so no loop is formed"):
         program = lower(fusion("%x: f32[10@x, K]", "%y: f32[10@x, K] stream(0, 2) = negative(%x)", mesh="x=4"), Options())
     assert "for %i" not in str(program)

@@ -23,7 +23,7 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
 MESHES_OF_MOVES: tuple[dict[str, int], ...] = ({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})
-SEEDS = 160  # seeds of the default run; their programs and those of `exchanging` have all instructions except NOT_MADE
+SEEDS = 160  # number of seeds by default; the programs of these seeds and of `exchanging` have all instructions except NOT_MADE
 
 
 def is_right(seed: int) -> bool:
@@ -35,7 +35,7 @@ def is_right(seed: int) -> bool:
 @pytest.mark.parametrize("seeds", parts(SEEDS, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs(seeds: range) -> None:
-    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # The other programs are refused, or run at no sizes that are tried.
+    assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # The remaining programs are refused, or run at none of the tried sizes.
 
 
 @pytest.mark.parametrize("seeds", parts(40, 10000), ids=str)
@@ -48,9 +48,9 @@ def test_wider_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.7 * len(seeds)
 
 
-NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # These occur only in handwritten host programs and in timelines.
-NOT_MADE |= {"Attention", "AttentionBackward"}  # The tests of attention cover these, because results are not exact.
-NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # test_random_routings covers these.
+NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # These instructions occur only in handwritten host programs and in timelines.
+NOT_MADE |= {"Attention", "AttentionBackward"}  # Attention has separate tests, because its results are not exact.
+NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # test_random_routings covers grouped matmuls.
 
 
 @pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)
@@ -77,7 +77,7 @@ def test_collectives_in_kernels(seeds: range) -> None:
 
 
 def overlaps_right(seed: int) -> bool:
-    """Gathers of one dim after another, and other reshards. A reshard may be asynchronous, and the next reshard reads its result."""
+    """Gathers of one dim after another, and random reshards. Each reshard reads the previous result, and may be asynchronous."""
     generator = Generator(seed, MESHES_OF_MOVES)
     random, axes = generator.random, [axis for axis, _ in generator.mesh.axes]
     sharded = [f"{name}@{axis}" for name, axis in zip("MNK", random.sample(axes, len(axes)), strict=False)]
@@ -221,7 +221,7 @@ def test_random_contractions(seeds: range) -> None:
 
 
 def merges_right(seed: int) -> bool:
-    """Contractions as in `contracts_right`, written as matmuls of reshaped operands. The first operand is transposed before or after its
+    """Contractions as in `contracts_right`, written as matmuls of reshaped operands. The first operand is transposed before or after the
     reshape."""
     generator = Generator(seed)
     random = generator.random

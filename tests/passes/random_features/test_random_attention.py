@@ -94,8 +94,8 @@ class Case:
 
 
 def is_right(seed: int) -> bool:
-    """Returns True if the program of this seed runs, and False if it is refused for a known reason. Fails on wrong results and on other
-    refusals."""
+    """Returns True if the program of this seed runs, and False if it is refused for a known reason. Fails on wrong results, and on refusals
+    for unknown reasons."""
     case = Case(seed)
     try:
         fusion = case.fusion()

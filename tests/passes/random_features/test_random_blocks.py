@@ -15,8 +15,8 @@ from hostweave.types.tensor import Dim
 
 
 def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
-    """Moves consecutive ops to a block. The block has randomly sharded parameters, and is called twice. Returns None if no such program is
-    possible."""
+    """Moves consecutive ops to a block. The block has randomly sharded parameters, and is called twice. Returns None if the ops cannot form
+    a block."""
     first = generator.random.randrange(len(fusion.ops))
     ops = fusion.ops[first : first + generator.random.randint(1, 4)]
     made = {op.result.name: op.result for op in ops}

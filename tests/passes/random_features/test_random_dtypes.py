@@ -22,7 +22,7 @@ OTHERS = (*INTS, *FLOATS, hw.bool_, hw.f8e4m3, hw.f8e5m2)
 
 
 def _small(g: Generator, t: hw.Tensor, dtypes: tuple[Any, ...]) -> hw.Tensor:
-    """Clips the elements to values from 0 to 2, and casts them to one of `dtypes`."""
+    """Clips the elements to values from 0 to 2, and casts the result to one of `dtypes`."""
     return hw.astype(hw.clip(t, 0, 2), g.random.choice(dtypes))
 
 

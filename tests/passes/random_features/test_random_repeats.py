@@ -3,7 +3,8 @@
 One or two blocks of random ops pass a value from call to call. Each call takes a weight, which may be resharded. Some calls take the weight
 of another call. The calls may also take caches, which may be donated, and may return additional results. Some values between calls are
 returned or used again. Then another block may be called once per earlier call, usually in reverse order, as in a backward pass. Each call
-of this block reads the input of an earlier call, the result of that call, or both. It also reads the last result.
+of this block reads the input of an earlier call, the result of the earlier call, or both. Each call of this block also reads the result of
+the previous call.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Repeats(Donating):
     def taken_again(self, between: list[hw.Tensor], type: TensorType) -> tuple[hw.Tensor, ...]:
         """Calls another block once per earlier call, or never. Each call takes the input of the earlier call, the result, or both. Returns
         the result of the last call, if any."""
-        draw = Random(~self.seed)  # A separate generator keeps the other choices unchanged.
+        draw = Random(~self.seed)  # A separate generator does not change the random choices outside this method.
         if draw.random() < 0.6:
             return ()
         names = draw.choice([("before",), ("after",), ("before", "after")])

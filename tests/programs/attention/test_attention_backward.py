@@ -78,8 +78,8 @@ def test_matches_torch(ranks: int, dtype: DType) -> None:
 
 
 def test_three_gradients_are_one_instruction() -> None:
-    """Each backward pass is one instruction, without matmuls. The gradient of the keys is written directly to the output if it is the only
-    one used."""
+    """Each backward pass is one instruction, without matmuls. If only the gradient of the keys is used, it is written directly to the
+    output."""
     instructions = list(tree.walk(lowered(gradients(2, hw.bf16)).body))
     assert sum(isinstance(i, ir.AttentionBackward) for i in instructions) == 6
     assert sum(isinstance(i, ir.Attention) for i in instructions) == 6

@@ -29,7 +29,7 @@ ALGORITHMS = ("p2p", "put", "ring", "broadcast")
 
 @cache
 def in_loops(ranks: int, t: DType, algorithm: str, tp: int = 1) -> Fusion:
-    """Causal attention with log-sum-exps, and unmasked attention of other rows with smaller value heads."""
+    """Causal attention with log-sum-exps, and unmasked attention of `rows` with smaller value heads."""
     heads, groups = f"{4 * tp}@tp", f"{2 * tp}@tp"
 
     @hw.fusion(
@@ -214,8 +214,8 @@ def test_p2p_has_one_block_per_stream() -> None:
 
 
 def test_other_masks_see_all_keys_at_once() -> None:
-    """Attention is not in a loop if it has a window, or if another op uses the gathered keys. It is also not in a loop if the number of
-    chunks is not the number of ranks."""
+    """Attention is not in a loop if it has a window, or if another op uses the gathered keys. Attention is also not in a loop if the number
+    of chunks differs from the number of ranks."""
     options = Options(sizes={"S": 2**14})
     assert not lower(context_parallel(2, window=8), options).choices
     rows = "S@cp"

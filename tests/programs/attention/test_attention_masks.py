@@ -254,7 +254,7 @@ def test_without_a_bias_there_is_no_gradient_of_a_bias() -> None:
 
 
 def test_explain_names_the_kernels() -> None:
-    """cuDNN computes the first four calls. It lacks the masks, head sizes or dtypes of the others."""
+    """cuDNN computes the first four calls. cuDNN lacks the masks, head sizes or dtypes of the remaining calls."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=2),

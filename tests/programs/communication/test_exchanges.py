@@ -41,7 +41,7 @@ RUNS += [("stages", 3), ("stages", 4), ("uneven", 3)]
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=Options(transport=transport))
-    for times, more in ((1, 0), (3, 1), (2, -1)):  # The memory grows. Smaller calls reuse it.
+    for times, more in ((1, 0), (3, 1), (2, -1)):  # Larger calls enlarge the memory. Smaller calls reuse the memory.
         arrays = integer_arrays(fusion, sizes_of(program.host, times, more), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
     for seed in range(4 if ranks < 8 else 1):

@@ -90,7 +90,7 @@ def test_text_and_interpreter_of_one_sided_programs(name: str, ranks: int) -> No
 def test_one_kernel_adds_received_terms_and_computes_the_consumer(ranks: int) -> None:
     host = lower(fusion_of("residual_put", ranks, 3, hw.bf16), Options())
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
-    assert len(launches) == (1 if ranks <= 8 else 2)  # Above 8 terms, a separate kernel adds them.
+    assert len(launches) == (1 if ranks <= 8 else 2)  # If there are more than 8 terms, a separate kernel adds the terms.
     assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 2)
 
 

@@ -187,7 +187,7 @@ def test_kernels_send_their_results(ranks: int, dtype: DType, product: bool) -> 
 
 
 def test_results_with_one_dim_are_not_sent() -> None:
-    """A vector access to such a result may cross the end of a block."""
+    """A vector access to a result with one dim may cross the end of a block."""
     host = lowered(sent(2, width=""))
     assert "launch_reduce_scatter" in str(host)
     assert "sent on" not in str(host)
@@ -256,7 +256,7 @@ def test_the_limits_are_those_of_the_runtime() -> None:
 @needs_cuda
 @pytest.mark.parametrize(("arch", "ranks", "width"), [("sm_80", 2, 64), ("sm_90", 8, 31)])
 def test_kernels_compile_for_gpus(arch: str, ranks: int, width: int, tmp_path: Path) -> None:
-    """Compiles kernels for rows of whole packets (8 bytes of data each), and for other rows."""
+    """Compiles kernels for rows of whole packets (8 bytes of data each), and for rows that end in a partial packet."""
     found = find_target("cuda").toolchain().kernel_compiler
     assert isinstance(found, Nvrtc)
     made = hw.compile(reduced(ranks=ranks, rows="T", width=width), "cuda", options=Options(machine=H200))

@@ -119,8 +119,8 @@ def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """The program has only two copies. One is of a view of a donated parameter, before the parameter is overwritten. The other is of an
-    argument that is passed twice."""
+    """The program has only two copies. The first copy saves a view of a donated parameter before the parameter is overwritten. The second
+    copy is of an argument that is passed twice."""
 
     @hw.block(donate=("x",), x=HELD, y=HELD)
     def summed(x, y):  # type: ignore[no-untyped-def]
@@ -136,7 +136,7 @@ def test_nothing_else_is_copied() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_views_in_donated_memory(ranks: int) -> None:
-    """Views of b and g stay in their memory. Views of c and d swap memory. A local slice of g is in the memory of e."""
+    """Views of b and g stay in the memory of b and g. Views of c and d swap memory. A local slice of g is in the memory of e."""
     square = hw.f32["M@x", "M"]
 
     @hw.fusion(

@@ -69,7 +69,7 @@ def program(ranks: int, target: str = "cpu") -> hw.Program:
         new_heads = hw.dynamic_update_slice(heads, values, (slot, 0, position - 1, 0))
         part = hw.dynamic_slice(new_rows, (position, slot), (4, 2))
         new_kept = hw.dynamic_update_slice(kept, row, (2, 0))
-        before = hw.sum(kept, axis=1)  # This reads the old value.
+        before = hw.sum(kept, axis=1)  # The sum reads the old value.
         h, first = layer(row, layer_0, position)
         h, second = layer(h, layer_1, position)
         h, second = layer(h, second, position + 1)
@@ -215,8 +215,8 @@ def test_an_update_longer_than_its_dim_is_refused() -> None:
 
 
 def test_only_the_update_is_written() -> None:
-    """A cache is copied only if its old values are read after its update. A note reports this read. The kernel of an update writes only
-    the elements of the update."""
+    """A cache is copied only if old values are read after the update. A note reports the read. The kernel of an update writes only the
+    elements of the update."""
     host = lower(Fusion.parse(program(1).fusion_ir), Options())
     copies = [i for body in (host.body, *(f.body for f in host.functions)) for i in tree.walk(body) if isinstance(i, ir.Copy)]
     assert [(copy.src, copy.dst) for copy in copies] == [("kept", "new_kept_2"), ("new_kept_2", "new_kept")]

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 
 def test_a_read_after_an_overwrite_is_detected() -> None:
-    """Errors of outputs in donated inputs, such as a read of the input after its update."""
+    """Errors of outputs in donated inputs, such as a read of the input after the update of the input."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
 }
@@ -221,7 +221,7 @@ def test_slices_that_do_not_fit(name: str) -> None:
 
 
 def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
-    """Donated arrays must not be read-only or overlap with others. For their results, `out=` takes None or the donated array."""
+    """Donated arrays must be writable, without overlaps. For a result in a donated array, `out=` takes None or the donated array."""
 
     @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
     def sums(x, y, z):  # type: ignore[no-untyped-def]

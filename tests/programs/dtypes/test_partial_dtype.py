@@ -27,7 +27,7 @@ RANKS, CHUNKS = 8, 3
 )
 def test_sums_are_closer(name: str, dtype: DType) -> None:
     fusion = fusion_of(name, RANKS, CHUNKS, dtype)
-    # A rank has one element of K, so its products are exact in f32. The sum in f32 is nearly exact, and is rounded once.
+    # A rank has one element of K, so the products of a rank are exact in f32. The sum in f32 is nearly exact, and is rounded once.
     exact = tolerance(dtype).rtol / 4
     sizes = {**sizes_of(fusion), "K": 1 if name == "matmul_rs_through_bcast" else RANKS}
     worst: dict[bool, float] = {}

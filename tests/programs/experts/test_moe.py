@@ -1,5 +1,5 @@
-"""Mixtures of experts on 1 to 8 ranks. The layer and its gradients match one device for each of ROUTINGS. Tests of capacities run only
-dispatch and combine."""
+"""Mixtures of experts on 1 to 8 ranks. The layer and its gradients match the results of one device for each of ROUTINGS. Tests of
+capacities run only dispatch and combine."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [1, 3, 5])
 def test_capacities(ranks: int, capacity: int) -> None:
-    """A rank sends only the first `capacity` choices to each rank, ordered by expert, then by token. The other choices add nothing to the
-    result."""
+    """A rank sends only the first `capacity` choices to each rank, ordered by expert, then by token. Choices beyond the capacity add
+    nothing to the result."""
     expect_through(ranks, 4, TOP, 8, capacity, np.random.default_rng(capacity))
 
 

@@ -95,7 +95,7 @@ def test_the_rows_of_a_rank_decide() -> None:
 
 
 def test_matmuls_of_more_rows_are_concurrent() -> None:
-    """For more than 8 rows, all matmuls but one have a separate stream. If there are always few rows, the program has no such streams."""
+    """For more than 8 rows, all matmuls but one have a separate stream. If there are always few rows, the program has no streams."""
     for fusion, count in ((gated(hw.bf16), 2), (layouts, 3)):
         program = lowered(fusion)
         assert program.streams == (ir.Streams("beside", count - 1),)
@@ -111,7 +111,7 @@ def test_matmuls_of_more_rows_are_concurrent() -> None:
 
 
 def test_matmuls_that_are_not_fused() -> None:
-    """Matmuls are not fused if a product is also a result, if their first operands differ, or if a product is summed first."""
+    """Matmuls are not fused if a product is also a result, if their first operands differ, or if the rows of a product are summed."""
 
     @hw.fusion(x=hw.f32["T", 16], y=hw.f32["T", 16], v=hw.f32[16, 16], w=hw.f32[16, 16])
     def apart(x, y, v, w):  # type: ignore[no-untyped-def]

@@ -304,7 +304,7 @@ def test_a_kernel_on_some_of_the_ranks() -> None:
 
 
 def test_outputs_are_on_the_mesh_of_the_operands() -> None:
-    """Outputs are on the mesh of the operands, even if their specs state no mesh. A spec with another mesh is refused."""
+    """Outputs are on the mesh of the operands, even if the specs of the outputs state no mesh. A spec with another mesh is refused."""
     world = hw.Mesh(x=4)
     here, there = world.ranks([1, 2]), world.ranks([0, 3])
 

@@ -107,7 +107,7 @@ def test_each_block_is_one_function() -> None:
 
 @pytest.mark.parametrize("name", ["run", "int", "M"])
 def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
-    """The name of a block may be a C++ keyword. It may also be the name of a member, a size or a buffer of the generated program."""
+    """The name of a block may be a C++ keyword. A block may also have the name of a member, size or buffer of the generated program."""
 
     def body(x: hw.Tensor) -> hw.Tensor:
         return x * 2
@@ -160,7 +160,7 @@ def test_32_layers_of_llama() -> None:
     assert time.process_time() - started < 5
     assert [block.name for block in host.functions] == ["layer"]
     communications = Counter(type(i).__name__ for i in tree.walk(host.functions[0].body) if isinstance(i, ir.Communication))
-    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # Uneven rows need no other communication.
+    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # Uneven rows need no additional communication.
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
     assert source.count("  layer(") == 1  # The call is in a loop.
@@ -279,8 +279,8 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_of_consecutive_calls_are_a_loop_over_structs(ranks: int) -> None:
-    """Each call computes one output of the program, in the memory of a donated input. The program has one output before these outputs, and
-    one after them. One result has a second consumer."""
+    """Each call computes one output of the program, in the memory of a donated input. In the program, one output precedes these outputs,
+    and one output follows. One result has a second consumer."""
 
     @hw.block(donate={"kept": 1}, x=hw.f32["M@x", "E"], w=hw.f32["E"], kept=hw.f32["M@x", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -365,7 +365,7 @@ def test_inputs_between_the_weights_of_calls(order: tuple[str, ...]) -> None:
 
 
 def test_names_of_arrays_are_unique() -> None:
-    """An array of structs is named after the function that reads it. Several arrays of a function are numbered."""
+    """An array of structs is named after the function that reads the array. Several arrays of a function are numbered."""
 
     @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
     def layer(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:

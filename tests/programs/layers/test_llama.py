@@ -34,7 +34,7 @@ ROUNDOFFS = 8  # factor of the tolerance, which is relative to the largest logit
 
 @cache
 def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
-    """Writes a checkpoint. Returns its folder, and the logits and tokens of transformers in f32."""
+    """Writes a checkpoint. Returns the folder of the checkpoint, and the logits and tokens of transformers in f32."""
     torch.manual_seed(1)
     rope = {"rope_theta": 500000.0, **LONG} if tied else {"rope_theta": 10000.0, "rope_type": "default"}
     config = transformers.LlamaConfig(
@@ -120,8 +120,8 @@ ROWS = 2000
 
 
 def test_samples_are_among_the_most_probable_tokens() -> None:
-    """Samples come only from the smallest set of tokens whose probability reaches top_p, and from tokens that tie with its last one. The
-    frequencies of the samples are right. Shards of the vocabulary are uneven."""
+    """Samples come only from the smallest set of tokens whose probability reaches top_p, and from tokens that tie with the last token of
+    this set. The frequencies of the samples are right. Shards of the vocabulary are uneven."""
     dtype, vocabulary = hw.f32, 11
 
     @hw.fusion(
@@ -167,7 +167,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, target: 
 
 @pytest.mark.parametrize("target", ["cpu", on_gpus(2)])
 def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The command prints tokens and their rate, and stops at an end-of-text token."""
+    """The command prints tokens, prints the number of tokens per second, and stops at an end-of-text token."""
     folder, _, tokens = checkpoint(False)
     write_tokenizer(folder)
     prompt = " ".join(f"w{token}" for token in PROMPTS[0])
@@ -233,7 +233,7 @@ def test_other_models_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_names_of_older_configs(tmp_path: Path) -> None:
-    """Older configs have the keys rope_theta, rope_scaling and torch_dtype. They may lack keys that have default values."""
+    """Older configs have the keys rope_theta, rope_scaling and torch_dtype. Older configs may lack keys that have default values."""
     found = json.loads((checkpoint(True)[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**found, "eos_token_id": [3, 4]}))
     wanted, rates, ends = read_config(tmp_path)

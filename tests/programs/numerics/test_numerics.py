@@ -30,8 +30,8 @@ SEEDS = range(4)
 
 @dataclass(frozen=True)
 class Variant:
-    """Parameters of a fusion, and options of its compilation. `chunks` is the number of chunks if the number of ranks does not
-    determine it. If `known`, sizes are constants."""
+    """Parameters of a fusion, and options of its compilation. `chunks` is used only if the number of ranks does not determine the number of
+    chunks. If `known`, sizes are constants."""
 
     ranks: int
     chunks: int
