@@ -16,8 +16,8 @@ With few rows, the reads of the weights take nearly all of the time, and one ker
 matmuls run concurrently: one matmul uses multiprocessors that the last wave of another matmul leaves idle. There is no `if` if the number
 of rows is known at compile time.
 
-Other matmuls with a common first operand also run concurrently if their weights are large. All sizes must be known. The number of rows must
-be above FEW_ROWS and at most MOST_ROWS.
+Unfused matmuls with a common first operand also run concurrently if their weights are large. All sizes must be known. The number of rows
+must be above FEW_ROWS and at most MOST_ROWS.
 
 This pass runs after plan_memory. Deallocates between the matmuls and the kernel move after the kernel, because the fused kernel reads the
 operands of the matmuls.

@@ -119,8 +119,8 @@ class _Reducing:
         """The launch that stores the operand of a reduce_scatter. None if this launch may not store each block in the memory of the rank
         that receives the block.
 
-        The reduce_scatter directly follows the launch. Only these two instructions access the operand. Each block must consist of whole
-        rows, because a kernel may store a vector along the innermost dim.
+        No work is between the launch and the reduce_scatter. Only these two instructions access the operand. Each block must consist of
+        whole rows, because a kernel may store a vector along the innermost dim.
         """
         touches = self.uses.touches[root] if (root := self.uses.root(i.src)) in self.uses.allocates else []
         if len(touches) != 2 or not i.sends_blocks or not self.uses.is_whole(i.src) or touches[0].body is not place.body:

@@ -52,5 +52,5 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
 
 
 def _orders(instruction: tree.Instruction) -> bool:
-    """True if a join must stay before this instruction, which uses or orders streams, or calls a function. Joins may pass other joins."""
+    """True if a join must stay before this instruction, which uses or orders streams, or calls a function. A join may pass another join."""
     return not tree.names(instruction, "join") and any(i.orders or tree.names(i, "stream", "call") for i in tree.walk((instruction,)))

@@ -78,7 +78,7 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
     for body in (fusion, *reversed(fusion.functions)):  # Callers come before callees.
         for op in body.ops:
             if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # Only call 0 passes the operand's memory.
+                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # Calls of a repeat pass different memory.
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given

@@ -64,7 +64,7 @@ class ScaledMatmuls:
 
         def direct(accumulates: bool, into: str | None = None) -> None:
             of_a = self.by_rows(a, steps), self.scale(scale_a, a, has_blocks, steps)
-            if accumulates or lies_along(self.b.types[target], 1):  # The verifier rejects an accumulation onto a target with strided rows.
+            if accumulates or lies_along(self.b.types[target], 1):  # The verifier rejects accumulation onto rows that are not contiguous.
                 self.matmul(of_a, of_b, target, accumulates, into)
                 return
             with packed_destination(self.b, target, steps) as packed:
