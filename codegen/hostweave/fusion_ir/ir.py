@@ -49,7 +49,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # maximum number of iterations of a chunk loop if the number is an int: some passes compare all pairs
+MAX_STEPS = 2**12  # maximum int number of iterations of a chunk loop, because some passes compare all pairs of iterations
 
 
 CHUNKINGS = ("by_shard", "across_shards")

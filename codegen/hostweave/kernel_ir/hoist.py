@@ -8,7 +8,7 @@ gets
     outside: %m, %s, %r
 
 A thread computes these values once per row. It also computes the reciprocal of a hoisted f32 divisor once. In a pointwise kernel, the
-innermost loop is the loop over a vector. It is also the loop over a vector if each element of a vector has a separate accumulator. An
+innermost loop is the loop over a vector. The innermost loop is also this loop if each element of a vector has a separate accumulator. An
 operand of a concat or pad is not hoisted, because a condition guards the operand.
 """
 
