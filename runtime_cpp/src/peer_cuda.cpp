@@ -333,7 +333,7 @@ PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
   state.seat().bytes = bytes;
   if (state.unmapped(mapping.number) < state.unmapped_before(mapping.number))
     throw ExecutionError("transport peer: memory is still mapped after " + std::to_string(kMappings - 1) +
-                         " later mappings; close programs that are no longer called");
+                         " later mappings; close unused programs");
   std::string why;
   state.handshake("transport peer: mapping memory", [&] {
     for (int64_t peer = 0; peer < state.size; ++peer) {
