@@ -41,9 +41,12 @@ OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the p
 
 # Long tests start first. Otherwise, one worker might still run a long test when all other workers are done.
 LONGEST = (
-    "test_killed_ranks.py",  # Without GPUs, one worker runs the whole file. The same holds for the next file.
     "test_leaving_ranks.py",
+    "test_killed_ranks.py",
     "test_launchers.py",
+    "test_a_launch_by_the_application_names_its_line",
+    "test_a_rank_that_never",
+    "test_ctrl_c_reports_the_positions_of_ranks",
     "test_interrupts.py",
     "test_export.py",
     "test_exported_library.py",
@@ -68,7 +71,7 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite the files under tests/golden")
+    parser.addoption("--update-golden", action="store_true", help="rewrite files that tests compare, such as tests/golden")
 
 
 def pytest_configure(config: pytest.Config) -> None:

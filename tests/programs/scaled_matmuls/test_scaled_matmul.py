@@ -29,7 +29,7 @@ NUMPY = {hw.f8e4m3: ml_dtypes.float8_e4m3fn, hw.f8e5m2: ml_dtypes.float8_e5m2}
 KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
 M, K, N = 24, 3072, 256
 FOUR = pytest.param(4, marks=pytest.mark.slow)  # 2, 3 and 8 ranks cover all code paths of the loops.
-TWO = pytest.param(2, marks=pytest.mark.slow)  # test_quantised_rows_are_sent_with_their_scales covers 2 ranks.
+TWO = pytest.param(2, marks=pytest.mark.slow)  # Except for all_gather, test_quantised_rows_are_sent_with_their_scales covers 2 ranks.
 OTHERS = [("row", 24), ("block", "M")]  # (kind of scales, number of rows) that are tested only with `-m slow`
 OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
 

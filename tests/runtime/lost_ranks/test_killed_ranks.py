@@ -10,7 +10,7 @@ import pytest
 from places import ENDLESS, GPUS, NOTICED, PLACES, SIGNALLED, Place
 from processes import SECONDS, Ranks, as_rank, free_port
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("built"), pytest.mark.xdist_group("killed ranks")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("built")]
 TRIALS = [
     pytest.param(place.values[0], trial, id=f"{place.id}-{trial}", marks=place.marks)
     for place in PLACES

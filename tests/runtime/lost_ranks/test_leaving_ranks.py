@@ -11,7 +11,7 @@ from places import CPU, ENDLESS, GPUS, NOTICED, Place, everywhere
 from processes import SECONDS, Ranks, as_rank, free_port
 from turns import alone
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("built"), pytest.mark.xdist_group("leaving ranks")]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("built")]
 
 
 @pytest.mark.usefixtures("nothing_left_over")
