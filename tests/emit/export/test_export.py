@@ -194,7 +194,7 @@ def test_ranks_of_a_stage_make_its_channel(tmp_path: Path) -> None:
 def test_an_export_overwrites_only_exported_files(tmp_path: Path) -> None:
     with_kernels, without = hw.compile(FUSIONS["matmul_rs_flat"]), hw.compile(FUSIONS["ag_matmul_p2p"])
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'mine').hexdigest()}  notes.txt\n")  # a list of the user
+    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'mine').hexdigest()}  notes.txt\n")  # the user's own list
     with_kernels.export(tmp_path)
     assert (tmp_path / KERNELS).exists()
     without.export(tmp_path)

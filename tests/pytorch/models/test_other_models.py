@@ -155,8 +155,8 @@ def test_a_step(name: str, ranks: int) -> None:
 
 
 def test_dropout_under_checkpoints() -> None:
-    """The backward pass under a checkpoint uses the dropout mask of the forward pass. So the gradient predicts how the loss changes with
-    this mask."""
+    """The backward pass under a checkpoint uses the dropout mask of the forward pass. So for this mask, the gradient predicts how the
+    loss changes when the parameters change."""
     torch.manual_seed(0)
     make, draw = MODELS["a mixer under checkpoints"]
     module, inputs = make().double().train(), draw()

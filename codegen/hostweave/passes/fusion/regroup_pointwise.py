@@ -48,7 +48,7 @@ class _Groups:
         self.fusion, self.made, self.uses, self.types = fusion, fusion.made, consumers(fusion), fusion.types
         self.numbers = {op.result.name: number for number, op in enumerate(fusion.ops)}
         self.seen: set[str] = set()
-        self.changed: set[str] = set()  # groups that move, and views of their operands and results
+        self.changed: set[str] = set()  # ops of groups that move, and the views between these groups and their neighbours
 
     def moved(self, op: Op) -> _Group | None:
         """Group of an op, with the group's new shape. None if the op is not pointwise, or the group does not move now or was examined
