@@ -1,4 +1,4 @@
-"""Locks of the GPUs. A GPU test runs together with other tests, or alone. Tests of free GPU memory and of time limits run alone."""
+"""Locks of the GPUs. A GPU test runs together with other tests, or alone. A test that calls `alone` runs alone."""
 
 from __future__ import annotations
 

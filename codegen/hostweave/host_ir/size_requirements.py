@@ -109,12 +109,12 @@ def _size_of(expr: Expr) -> Size | None:
 
 
 class LoopsDoNotDivide(ArgumentError):
-    """The compiler's chunk loops do not divide the sizes of the call. Nothing was executed."""
+    """A program with chunk loops that the compiler chose does not support the sizes of the call. Nothing was executed."""
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises LoopsDoNotDivide if the compiler's chunk loops do not divide a symbol or a sum of symbols. Does not check products and unknown
-    sizes. Shapes are global. `()` stands for an unknown shape."""
+    """If the compiler chose chunk loops, raises LoopsDoNotDivide if a loop, reshape or sharding does not divide a symbol or a sum of
+    symbols. Does not check products and unknown sizes. Shapes are global. `()` stands for an unknown shape."""
     if required := _multiples(program):
         dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}
@@ -144,7 +144,7 @@ def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
-    """True if the compiler's chunk loops divide all symbols and sums of symbols. Does not check products and unknown sizes."""
+    """False if `expect_divided` would raise an error for these sizes."""
     return _first_undivided(_multiples(program), sizes) is None
 
 

@@ -129,8 +129,8 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("capacity", [1, 3, 5])
 def test_capacities(ranks: int, capacity: int) -> None:
-    """A rank sends only the first `capacity` choices to each rank, ordered by expert, then by token. Choices beyond the capacity add
-    nothing to the result."""
+    """For each pair of source and destination rank, only the first `capacity` choices are kept, ordered by expert, then by token. Other
+    choices add nothing to the result."""
     expect_through(ranks, 4, TOP, 8, capacity, np.random.default_rng(capacity))
 
 

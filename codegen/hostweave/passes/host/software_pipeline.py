@@ -12,8 +12,8 @@
                                                       }
 
 Communications on different channels run in the order of issue (`serialize_channels`). In the new order, the all_gather of an iteration
-overlaps with the computation of the previous iteration. The order on each stream, and of each kind of operation on a channel, does not
-change.
+overlaps with the computation of the previous iteration. On each stream, the order of operations
+does not change. On each channel, the order of communications of one kind does not change.
 
 First, a loop with separate work for disjoint ranks becomes one loop for each mesh.
 """

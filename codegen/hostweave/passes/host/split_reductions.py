@@ -24,7 +24,7 @@ from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
 MAX_RESULTS = 32  # maximum number of results
 MIN_ROW = 512  # minimum number of elements of a row
-MIN_ELEMENTS = 1 << 16  # minimum number of elements in total
+MIN_ELEMENTS = 1 << 16  # minimum number of elements that are reduced to one result
 
 
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:

@@ -91,7 +91,7 @@ def _is_pointwise(op: Op) -> bool:
 
 
 def _parts(flow: Dataflow, by_kernel: frozenset[str]) -> dict[str, PlacedOperand]:
-    """Operands of concat and pad that are computed in the result. All further consumers must be able to read such operands."""
+    """Operands of concat and pad that are computed in the result. All other consumers must be able to read strided memory."""
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
