@@ -66,7 +66,7 @@ def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[t
     again, late = [name for name, count in times.items() if count > 1], list[str]()
     for one in (name for names in reads[1:] for name in names if times[name] == 1 and prefetches):
         of_rows = int(loops.along.size) * sum(loops.memory[name].dtype.itemsize for name in (*late, one))
-        late += [one] if of_rows <= LATE_BYTES or loops.sums_terms else []
+        late += [one] if of_rows <= LATE_BYTES or loops.kernel.exchanges else []
     yield from ((*again, *late, *values), (*again, *values))
 
 
@@ -116,7 +116,7 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
     accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
     most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
-    blocks = [n for n in BLOCKS if loops.sums_terms and count % (n * WARP) == 0 and WARP < count // n <= TERM_THREADS]
+    blocks = [n for n in BLOCKS if loops.kernel.exchanges and count % (n * WARP) == 0 and WARP < count // n <= TERM_THREADS]
     if blocks:
         return replace(loops, distribution=BY_ROW, threads=count // blocks[0], blocks=blocks[0], held=held)
     if count and (threads := _threads_of_row(count, accesses, most)):

@@ -66,13 +66,9 @@ def _accesses(
         joined = {span.dim for spans in space.joined.get(op.result.name, ()) for span in spans}
         needed = (op[AXIS], op[HALVES]) if gathers_in_order(op) else sorted(joined)
         accesses |= {index_at(op, dim): {index: ONE} if (index := indices[dim]) else {} for dim in needed}
-        if op.kind == "iota":
-            counted: Iterable[str | None] = indices
-        elif OPS[op.kind].locates:
-            counted = reduced_indices(op, space.indices)
-        else:
-            continue
-        accesses[op.result.name] = {index: ONE for index in counted if index is not None}
+        if op.kind == "iota" or OPS[op.kind].locates:
+            counted = indices if op.kind == "iota" else reduced_indices(op, space.indices)
+            accesses[op.result.name] = {index: ONE for index in counted if index is not None}
     return accesses
 
 
@@ -80,11 +76,6 @@ def _fibers(
     space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
 ) -> dict[str, Fiber]:
     """Size and stride of each dim without a loop, by access."""
-
-    def fiber(access: str, dim: int) -> Fiber:
-        return Fiber(memory[access].shape[dim], strides_of(memory[access])[dim])
-
-    pairs = zip(named, memory, strict=True)
-    return {f"{access} {i}": fiber(access, i) for access, axes in moved.items() for i in axes} | {
-        access: fiber(access, space.fibers[name]) for name, access in pairs if name in space.fibers
-    }
+    dims = {f"{access} {i}": (memory[access], i) for access, axes in moved.items() for i in axes}
+    dims |= {access: (type, space.fibers[name]) for name, (access, type) in zip(named, memory.items(), strict=True) if name in space.fibers}
+    return {access: Fiber(type.shape[dim], strides_of(type)[dim]) for access, (type, dim) in dims.items()}

@@ -116,10 +116,6 @@ class Loops:
         return any(OPS[op.kind].fiber for op in self.kernel.ops)
 
     @property
-    def sums_terms(self) -> bool:
-        return self.kernel.exchanges is not None
-
-    @property
     def updates(self) -> bool:
         return any(OPS[op.kind].updates for op in self.kernel.ops)
 
@@ -128,8 +124,7 @@ class Loops:
         return not self.space.fibers.keys().isdisjoint(name for op in self.kernel.ops if not gathers_in_order(op) for name in op.tensors)
 
     def dtype(self, name: str) -> DType:
-        given = (p.type.dtype for p in self.kernel.inputs if p.name == name)
-        return next(given, None) or next(op.result.type.dtype for op in self.kernel.ops if op.result.name == name)
+        return self.kernel.types[name].dtype
 
     def is_f32(self, name: str) -> bool:
         """True if the kernel computes with this input or value in f32."""
@@ -137,8 +132,7 @@ class Loops:
 
     def is_rounded(self, value: str) -> bool:
         """True if the value is a cast to a float of at most 16 bits. Results of other ops stay in f32 until the store."""
-        op = next(op for op in self.kernel.ops if op.result.name == value)
-        return op.kind == "astype" and self.is_f32(value) and op.result.type.dtype.itemsize < 4
+        return self.kernel.made[value].kind == "astype" and self.is_f32(value) and self.dtype(value).itemsize < 4
 
     def held_bytes(self, name: str) -> int:
         return 4 if self.is_f32(name) and name not in self.memory else self.dtype(name).itemsize
