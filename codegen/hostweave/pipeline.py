@@ -208,13 +208,8 @@ def level_of(stage: str) -> str:
 
 
 def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
-    at = _STAGES.index(stage)
-    number = {name: at for at, name in enumerate(_STAGES)}
-    return [
-        fact
-        for fact, first, end in FACTS
-        if stage != "input" and number[first.__name__] <= at and (end is None or at < number[end.__name__])
-    ]
+    at, number = _STAGES.index(stage), {name: at for at, name in enumerate(_STAGES)}
+    return [fact for fact, first, end in FACTS if number[first.__name__] <= at and (end is None or at < number[end.__name__])]
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
