@@ -44,6 +44,7 @@ class _Halving(OpRewriter):
             return
         self.expect_known(operands)
         self.ranks = op.result.type.mesh_in(self.mesh).size_of(self.axes)
+        self.half, self.piece = self.size // 2, self.size // (2 * self.ranks)
         halves = [self.halved(*operand) for operand in zip(op.tensors, needed, ROWS, strict=False)]
         firsts, seconds = zip(*halves, strict=True)
         facts = {"scale": op[SCALE], "window": op[WINDOW] or None}
@@ -58,14 +59,6 @@ class _Halving(OpRewriter):
             why = f"rows of {q} are in zigzag, but there are {k.shape[-2]} keys for {q.shape[-2]} rows"
         if why:
             raise ProgramError(f"{self.op.kind}: {why}; shard the rows in order, as {self.size}@{','.join(self.axes)}", self.op.location)
-
-    @property
-    def half(self) -> Size:
-        return self.size // 2
-
-    @property
-    def piece(self) -> Size:
-        return self.size // (2 * self.ranks)
 
     def in_layout(self, name: str, needed: Layout) -> str:
         if layout(self.types[name]) == needed:
