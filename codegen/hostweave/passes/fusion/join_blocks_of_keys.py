@@ -46,7 +46,8 @@ class _Joining(BlockWriter):
         if not axes:
             self.emit(op)
             return
-        self.op, self.blocks = op, op.result.type.mesh_in(self.mesh).size_of(axes)
+        self.op, self.blocks, masks = op, op.result.type.mesh_in(self.mesh).size_of(axes), masks_of(op, op.tensors)
+        self.lengths, self.bias = (tuple(name for word, name in masks.items() if word == wanted) for wanted in ("lengths", "bias"))
         lengths = self.once(("lengths", *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
         blocks = ""
         if op.kind == "attention":
@@ -64,17 +65,6 @@ class _Joining(BlockWriter):
         if isinstance(k.dims[-2].axes, Zigzag):  # In zigzag, the keys of a rank are not one block.
             return ()
         return () if ("lengths" in masks_of(op, op.tensors) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
-
-    @property
-    def lengths(self) -> tuple[str, ...]:
-        return self.masks("lengths")
-
-    @property
-    def bias(self) -> tuple[str, ...]:
-        return self.masks("bias")
-
-    def masks(self, word: str) -> tuple[str, ...]:
-        return tuple(name for known, name in masks_of(self.op, self.op.tensors).items() if known == word)
 
     @property
     def how(self) -> Attributes:
@@ -109,9 +99,8 @@ class _Joining(BlockWriter):
         number = self.numbers(Size(self.blocks))
         if dims := self.types[lengths].dims:
             number = self.make("expand_dims", number, how=attributes(axis=tuple(range(1, 1 + len(dims)))))
-        step: str | int
         if size.is_int:
-            step = -(-int(size) // self.blocks)
+            step: str | int = -(-int(size) // self.blocks)
         else:
             last = self.make("max", self.numbers(size), how=FIRST)
             step = self.make("floor_divide", self.make("add", last, self.blocks), self.blocks)
