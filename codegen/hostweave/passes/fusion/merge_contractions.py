@@ -11,7 +11,6 @@ becomes
     %dw: f32[E, F] = matmul(%x_permuted, %dy, contracted=2)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hostweave.base.unchanged import replaced
@@ -47,14 +46,11 @@ class _Merging(OpRewriter):
         self.op = op
         if op.kind == "matmul" and op[CONTRACTED] == 1 and len(op.tensors) == 2:
             a, b = map(self.merged, op.tensors)
-            k, k_of_b = self.sizes(a, a.dims[-1]), self.sizes(b, b.dims[-2])
+            k, k_of_b = ([self.types[of.source].shape[dim] for dim in dims] for of, dims in ((a, a.dims[-1]), (b, b.dims[-2])))
             if len(k) > 1 and k == k_of_b:
                 operands = self.split(a, len(a.dims) - 1), self.split(b, len(b.dims) - 2)
                 op = replace(op, operands=operands, attributes=attributes(contracted=len(k)))
         self.emit(op)
-
-    def sizes(self, merged: _Merged, dims: Sequence[int]) -> tuple[object, ...]:
-        return tuple(self.types[merged.source].shape[dim] for dim in dims)
 
     def merged(self, name: str) -> _Merged:
         """Follows permutations and merges of dims to their source, but not through chunk loops and stated shardings."""
