@@ -10,6 +10,7 @@ The ranks of a move wait for each other, and each rank executes its ops in order
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from graphlib import TopologicalSorter
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES
@@ -61,23 +62,17 @@ class _Ranks:
     def scheduled(self) -> tuple[Op, ...]:
         """List scheduling by earliest start. Among ops with the same start, a move comes first, and then the op with the shortest chain of
         dependent ops. So a backward pass precedes a later forward pass."""
-        behind, state, order = self.behind(), _State(self), list[Op]()
-        made = {op.result.name for op in self.fusion.ops}
-        missing = {op.result.name: len({name for name in op.tensors if name in made}) for op in self.fusion.ops}
-        users: dict[str, list[Op]] = {name: [] for name in made}
-        for op in self.fusion.ops:
-            for name in {name for name in op.tensors if name in made}:
-                users[name].append(op)
-        ready = [op for op in self.fusion.ops if not missing[op.result.name]]  # in program order
+        behind, state, order, made = self.behind(), _State(self), list[Op](), self.fusion.made
+        sorter = TopologicalSorter({name: [operand for operand in op.tensors if operand in made] for name, op in made.items()})
+        sorter.prepare()
+        ready = [made[name] for name in sorter.get_ready()]  # in program order
         while ready:
             op = min(ready, key=lambda op: (state.start(op), op.kind not in TO_OTHER_MESHES, behind[op.result.name]))
             ready.remove(op)
             state.do(op)
             order.append(op)
-            for user in users[op.result.name]:
-                missing[user.result.name] -= 1
-                if not missing[user.result.name]:
-                    ready.append(user)
+            sorter.done(op.result.name)
+            ready += [made[name] for name in sorter.get_ready()]
         return tuple(order)
 
     def behind(self) -> dict[str, int]:
