@@ -77,7 +77,7 @@ class _Sinking:
             return None
         for operands in (op.tensors, tuple(name if name in summed else self.before_slice(name) for name in op.tensors)):
             types = {name: self.terms_type(name) if name in summed else self.types[name] for name in operands}
-            named = self.renamed(op, operands)
+            named = op.renamed(dict(zip(op.tensors, operands, strict=True)))
             given = operand_types(named, types)
             rule = flow(named, given, self.fusion.mesh)
             try:
@@ -103,10 +103,6 @@ class _Sinking:
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name
-
-    def renamed(self, op: Op, tensors: tuple[str, ...]) -> Op:
-        names = iter(tensors)
-        return replace(op, operands=tuple(next(names) if isinstance(operand, str) else operand for operand in op.operands))
 
     def edges(self) -> Iterator[Edge]:
         """Edges of the flow graph. The cost of a cut is the cost of all reductions that the cut requires."""
@@ -155,7 +151,7 @@ class _Sinking:
                 is_term_alone = not is_needed or op.result.type.partial or self.reduced_to(name).name != name
                 term = Value(name if is_term_alone else names.new(f"{name}_partial"), passing.type)
                 terms[name] = term.name
-                ops.append(replace(self.renamed(op, operands), result=term))
+                ops.append(replace(op.renamed(dict(zip(op.tensors, operands, strict=True))), result=term))
                 if is_term_alone:
                     continue
                 op = Op("reshard", (term.name,), op.result, location=op.location)
