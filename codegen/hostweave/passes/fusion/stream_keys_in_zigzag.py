@@ -68,7 +68,7 @@ class _Numbering(OpRewriter):
         gathered = {gather.tensors[0]: gather.result.name for gather in gathers}
 
         def with_gathers(each: Op) -> tuple[Op, ...]:
-            if each.result.name not in (op.result.name, *self.beside(op)):
+            if each not in (op, self.found[op.result.name]):
                 return (each,)
             taken = replace(each, operands=tuple(gathered.get(str(name), name) for name in each.operands))
             return (*gathers, taken) if each == op else (taken,)
@@ -79,10 +79,6 @@ class _Numbering(OpRewriter):
             return None
         possible = alternatives(candidate, fusion, options)
         return choice_of(gathers[0], fusion, possible, options.choices)
-
-    def beside(self, op: Op) -> tuple[str, ...]:
-        lse = self.found[op.result.name]
-        return (lse.result.name,) if lse else ()
 
     def gather(self, name: str, op: Op) -> Op:
         type = self.types[name]
