@@ -20,7 +20,7 @@ from dataclasses import replace
 from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import AXIS
+from hostweave.fusion_ir.ops.attributes import AXIS, ORDER
 from hostweave.fusion_ir.ops.definition import elementwise
 from hostweave.fusion_ir.ops.grouped import MATMUL
 from hostweave.fusion_ir.rewriting import consumers
@@ -50,7 +50,7 @@ class _Apart(OpRewriter):
         """Number of ranks that split the experts of a grouped matmul. 1 if the op cannot be rewritten."""
         name, type = op.tensors[1], self.fusion.types[op.tensors[1]]
         while name in self.made and self.made[name].kind in ("permute_dims", "astype", "copy"):
-            if self.made[name].kind == "permute_dims" and self.made[name].attributes[0][1][0] != 0:  # type: ignore[index]
+            if self.made[name].kind == "permute_dims" and self.made[name][ORDER][0] != 0:
                 return 1
             name = self.made[name].tensors[0]
         axes = self.inputs[name].dims[0].axes if name in self.inputs else ()
