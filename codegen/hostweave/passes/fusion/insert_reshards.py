@@ -121,26 +121,19 @@ class _Insertion(OpRewriter):
         users = self.consumers[value.name]
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
-    def shard_of(self, made: Op, needed: Layout) -> str:
-        """Emits `made` again, with a sharded result. Elements depend only on their index, so a rank needs no communication."""
-        name = made.result.name
-        if (name, needed) not in self.done:
-            shard = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=with_layout(made.result.type, needed))
-            self.emit(replace(made, result=shard))
-            self.done[name, needed] = shard.name
-        return self.done[name, needed]
-
     def resharded(self, name: str, needed: Layout, op: Op) -> str:
-        have: TensorType = self.types[name]
-        if layout(have) == needed:
+        if layout(self.types[name]) == needed:
             return name
-        made = next((made for made in self.ops if made.result.name == name), None)
-        if made and OPS[made.kind].follows_index and not any(isinstance(axes, Zigzag) for axes in needed):
-            return self.shard_of(made, needed)
         if (name, needed) not in self.done:
-            want = with_layout(have, needed)
-            steps = plan(have, want, self.mesh, self.options.sizes, op.location)
-            value = Value(self.names.new(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
-            self.emit(Op("reshard", (name,), value, location=op.location))
+            want = with_layout(self.types[name], needed)
+            made = next((made for made in self.ops if made.result.name == name), None)
+            if made and OPS[made.kind].follows_index and not any(isinstance(axes, Zigzag) for axes in needed):
+                # Elements depend only on their index, so each rank computes its shard.
+                value = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=want)
+                self.emit(replace(made, result=value))
+            else:
+                steps = plan(self.types[name], want, self.mesh, self.options.sizes, op.location)
+                value = Value(self.names.new(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
+                self.emit(Op("reshard", (name,), value, location=op.location))
             self.done[name, needed] = value.name
         return self.done[name, needed]
