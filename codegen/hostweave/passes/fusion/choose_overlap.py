@@ -85,7 +85,7 @@ class _Choice:
             members = self.members(root, stream.dim, through_gathers=True)
             step, by = self.communicate(root, replace(stream, chunking=step), members)
         if why := next(filter(None, map(self.shared_unevenly, members)), ""):
-            self.leave_out(root, why)
+            self.warn(root, f"{why}, so no loop is formed; pad the dim so that the split is even")
             return
         rotation = next((by[m.name].rotation for m in members if m.name in by), None)
         if not by:
@@ -148,13 +148,13 @@ class _Choice:
         loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
+        here = self.number[member.name]
         if producer.change and producer.change.kind == "all_gather":
-            others = [op for op in others if not self.comes_later(op, member)]
+            others = [op for op in others if op and (op.result.stream or self.number[op.result.name] < here)]
         if not others:
             return []
         if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
             return None
-        here = self.number[member.name]
         walked = {producer.name: producer.dim, member.name: member.dim}  # value that the loop computes -> its chunked dim
         found = []
         for op in others:
@@ -170,10 +170,6 @@ class _Choice:
             found.append(self.member(op, stream.dim))
         return found
 
-    def comes_later(self, op: Op | None, member: _Member) -> bool:
-        """True if `op` can read the gathered value after the loop. `op` is None for the caller."""
-        return op is None or (op.result.stream is None and self.number[op.result.name] > self.number[member.name])
-
     def warn_of_gathers_before(self, member: _Member) -> None:
         """Warns if a gather stays before the loop for consumers outside of the loop. The loop then has no communication."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
@@ -185,8 +181,7 @@ class _Choice:
             if others and self.member(gather, dim).changes_streamed_dim("all_gather"):
                 why = f"the all_gather of %{gather.tensors[0]} is before the loop, because its result is used by {' and '.join(others)} too"
                 remedy = "stream all users over the same dim, in equal chunks, so that no user needs a whole result of another"
-                text = f"stream of %{op.result.name} overlaps nothing: {why}; {remedy}"
-                warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
+                self.warn(op, f"{why}; {remedy}")
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Algorithm]]:
         """Chunking of the loop, and algorithm of each reshard. Both are empty if the loop has no communication."""
@@ -245,19 +240,15 @@ class _Choice:
             remedies.append(f'transport={transport!r} has no other algorithm, use transport="auto"')
         elif not any(algorithms for _, algorithms in possible.values()):
             remedies.append("leave .stream out")
-        raise ProgramError(
-            f"stream of %{root.result.name}: {stated or 'a chunk loop'} is not possible here; {'; '.join(remedies)}", root.location
-        )
+        why = f"{stated or 'a chunk loop'} is not possible here"
+        raise ProgramError(f"stream of %{root.result.name}: {why}; {'; '.join(remedies)}", root.location)
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
         """Chunking and rotation of a loop without communication: by default like an earlier loop that can fuse with this loop."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
-                why = f"a rank holds only one block of {root.result.type}"
-                raise ProgramError(
-                    f"stream of %{root.result.name}: chunking='by_shard' is not possible, because {why}; use chunking='across_shards'",
-                    root.location,
-                )
+                why = f"chunking='by_shard' is not possible, because a rank holds only one block of {root.result.type}"
+                raise ProgramError(f"stream of %{root.result.name}: {why}; use chunking='across_shards'", root.location)
             return "across_shards", None
         before = next(self.loops_before(root, stream), None)
         if before and stream.chunking in (None, before[0]):
@@ -285,9 +276,9 @@ class _Choice:
                     return f"{ranks} ranks do not split the size {own.size} of dim {dim} of %{member.name} evenly"
         return ""
 
-    def leave_out(self, root: Op, why: str) -> None:
-        text = f"stream of %{root.result.name} overlaps nothing: {why}, so no loop is formed; pad the dim so that the split is even"
-        warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
+    def warn(self, op: Op, why: str) -> None:
+        text = f"stream of %{op.result.name} overlaps nothing: {why}"
+        warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
 
     def ordered(self) -> Iterator[Op]:
         moved = {member.name for members in self.joined.values() for member in members}
@@ -331,7 +322,8 @@ class _Loops:
             elif all(map(self.flow.is_view, item.ops)):
                 yield from (replace(op, result=replace(op.result, stream=None)) for op in item.ops)
             else:
-                yield replace(item, ops=tuple(replace(op, result=replace(op.result, stream=_in_loop(op))) for op in item.ops))
+                inside = ((op, replace(op.result.walked, chunks=None, chunking=None)) for op in item.ops)  # The loop states the chunks.
+                yield replace(item, ops=tuple(replace(op, result=replace(op.result, stream=stream)) for op, stream in inside))
 
     def loop_of(self, op: Op) -> ChunkLoop:
         stream, drops_dim = op.result.walked, op.result.walked.chunks is None
@@ -373,8 +365,3 @@ class _Loops:
         joined = replace(loop, ops=(*loop.ops, *alone.ops))
         sizes = {op.result.type.dims[op.result.walked.dim].size for op in joined.ops}
         return len(sizes) == 1 or all(part.rows is None for each in (alone, loop, joined) for part in parts(self.flow, each))
-
-
-def _in_loop(op: Op) -> Stream:
-    """Stream of an op inside a loop. The loop itself states the chunks."""
-    return Stream(op.result.walked.dim, algorithm=op.result.walked.algorithm)
