@@ -23,18 +23,8 @@ from hostweave.fusion_ir.ops.attributes import DEPTH
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import in_order, map_functions
 from hostweave.options import Options
+from hostweave.tune import overlaps
 from hostweave.tune.cost import in_kernel, most_terms, seconds
-from hostweave.tune.overlaps import (
-    HIDDEN_SECONDS,
-    KINDS,
-    PRODUCTS,
-    alternatives_outside_loops,
-    choice_of,
-    filled,
-    hidden_beside,
-    needed_by_large,
-    reaches_memory,
-)
 from hostweave.types.size import product
 from hostweave.types.tensor import BufferType
 
@@ -90,7 +80,7 @@ def _block(op: Op, body: Fusion) -> BufferType:
 
 def _may_be_in_kernel(op: Op, body: Fusion, options: Options) -> bool:
     """True if a kernel may do a collective: a sum or gather of small or unknown size, outside of chunk loops, on the program's mesh."""
-    if op.kind not in KINDS or op.result.type.mesh or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
+    if op.kind not in overlaps.KINDS or op.result.type.mesh or op.result.stream or (step := step_of(op)).reduction not in ("sum", ""):
         return False
     block = _block(op, body)
     most, size = most_terms(options.figures, op.kind, body.mesh.size_of(step.axes), block), product(block.shape)
@@ -108,13 +98,13 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     if options.overlap == "off" or not candidates:
         return fusion
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
-    ops = filled(fusion.ops, times)
+    ops = overlaps.filled(fusion.ops, times)
     transfers = _Transfers(fusion, options)
     alone: list[Op] = []
     for op in candidates:
         index = ops.index(op)
-        earlier, hidden = hidden_beside(ops, index, times)
-        if hidden >= HIDDEN_SECONDS:
+        earlier, hidden = overlaps.hidden_beside(ops, index, times)
+        if hidden >= overlaps.HIDDEN_SECONDS:
             del ops[index]
             ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), is_beside=True))
         else:
@@ -130,7 +120,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
     """In a body with matmuls or attention, moves to the end all-reduces that overlap with nothing, unless a large op needs them. All ops
     that depend on these all-reduces follow. The all-reduces can then be grouped."""
-    needed, names = needed_by_large(ops), {op.result.name for op in alone}
+    needed, names = overlaps.needed_by_large(ops), {op.result.name for op in alone}
     sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that depend on sums, and the names of all these ops
     rest = list[Op]()
     for op in ops:
@@ -143,7 +133,7 @@ def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
             rest.append(op)
             continue
         last.add(name)
-    return [*rest, *sums, *made] if any(op.kind in PRODUCTS for op in ops) else ops
+    return [*rest, *sums, *made] if any(op.kind in overlaps.PRODUCTS for op in ops) else ops
 
 
 class _Transfers:
@@ -152,17 +142,17 @@ class _Transfers:
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.options = fusion, options
         self.chosen = {choice.value: choice for choice in fusion.choices}
-        self.reaches = reaches_memory(fusion, options)
+        self.reaches = overlaps.reaches_memory(fusion, options)
         self.choices: list[Choice] = []
 
     def taken(self, op: Op, is_beside: bool) -> Op:
         """The communication with its chosen transport. Copy engines always use a separate stream."""
         options, choice = self.options, self.chosen.get(op.result.name)
         if choice is None:
-            possible = alternatives_outside_loops(op, self.fusion, options, is_beside, self.reaches)
+            possible = overlaps.alternatives_outside_loops(op, self.fusion, options, is_beside, self.reaches)
             if len(possible) < 2:
                 return op
-            self.choices.append(choice := choice_of(op, self.fusion, possible, options.choices))
+            self.choices.append(choice := overlaps.choice_of(op, self.fusion, possible, options.choices))
         if not choice.chosen.chunks:
             return op
         transport = transport_of(choice.chosen, options)
