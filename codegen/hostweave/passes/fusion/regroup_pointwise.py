@@ -102,14 +102,11 @@ class _Groups:
             *(user for user in self.uses[name] if user),
         ]
 
-    def operands(self, names: set[str]) -> set[str]:
-        return {operand for name in names for operand in self.made[name].tensors} - names
-
     def is_read(self, name: str) -> bool:
         return any(_is_kernel(user) or (OPS[user.kind].is_view and self.is_read(user.result.name)) for user in self.uses[name] if user)
 
     def may_move(self, group: _Group) -> bool:
-        for name in self.operands(group.names):
+        for name in {operand for member in group.names for operand in self.made[member].tensors} - group.names:
             op, shape = self.made.get(name), self.types[name].shape
             new = _regrouped(shape, group)
             if new is None:
