@@ -25,6 +25,7 @@ class OpRewriter:
 
     def rewritten(self) -> Fusion:
         for op in self.fusion.ops:
+            self.op = op
             self.add(op)
         return replaced(self.fusion, body=tuple(self.ops))
 

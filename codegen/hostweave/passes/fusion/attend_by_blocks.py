@@ -45,13 +45,13 @@ class _Attending(BlockWriter):
 
     def add(self, op: Op) -> None:
         if keys := next((self.by_keys[name] for name in op.tensors if name in self.by_keys), None):
-            self.attend(keys, op)
+            self.attend(keys)
         elif op.result.name not in self.gathers:
             self.emit(op)
 
-    def attend(self, keys: GatheredKeys, op: Op) -> None:
+    def attend(self, keys: GatheredKeys) -> None:
         """Rewrites an attention or attention_lse op. The first of two ops on the same keys emits the blocks that both read."""
-        self.op, name = op, keys.keys.result.name
+        name = keys.keys.result.name
         if name not in self.done:
             self.done[name] = self.blocks(keys)
         blocks, lse = self.done[name]

@@ -31,7 +31,6 @@ class _Halving(OpRewriter):
         self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}
 
     def add(self, op: Op) -> None:
-        self.op = op
         if op.kind not in COUNTS or not op[CAUSAL]:
             self.emit(op)
             return

@@ -68,13 +68,12 @@ class _Decomposition(OpRewriter):
         if not steps:
             self.remove(op, source)
             return
-        type = self.types[source]
         for step in steps[:-1]:
-            source, type = self.step(op, source, step, type), step.applied(type, self.mesh)
+            source = self.step(source, step)
         if (before := self.done.get((source, op.result.type))) and not op.result.stream:
             self.use(op, before)
             return
-        self.emit(steps[-1].op(source, type, op.result, self.mesh, op.location))
+        self.emit(steps[-1].op(source, self.types[source], op.result, self.mesh, op.location))
         if not op.result.stream:
             self.done[source, op.result.type] = op.result.name
 
@@ -90,7 +89,7 @@ class _Decomposition(OpRewriter):
         ends = (replace(type, partial=None) for type in (self.types[source], op.result.type))
         given, wanted = (reduce(lambda type, dim: with_axes(type, dim, ()), dims, type) for type in ends)
         for type in (given, wanted, op.result.type):
-            source = self.resharded(op, source, type)
+            source = self.resharded(source, type)
         return source
 
     def through_rank_order(self, op: Op, source: str) -> None:
@@ -104,10 +103,10 @@ class _Decomposition(OpRewriter):
         between = in_rank_order(given, wanted)[0][1]
         for dim in before:
             source = self.put_in_order(source, dim, between if dim == before[-1] else with_axes(self.types[source], dim, ()))
-        source = self.resharded(op, source, between)
+        source = self.resharded(source, between)
         for number, dim in enumerate(after, 1):
             source = self.put_by_rank(source, dim, reduce(lambda type, later: with_axes(type, later, ()), after[number:], wanted))
-        self.remove(op, self.resharded(op, source, wanted))
+        self.remove(op, self.resharded(source, wanted))
 
     def put_in_order(self, source: str, dim: int, wanted: TensorType) -> str:
         """Converts a dim from zigzag to plain order: gathers the shards, then moves the pieces to their positions."""
@@ -115,7 +114,7 @@ class _Decomposition(OpRewriter):
         ranks, piece = self.pieces(source, dim, axes)
         by_rank = self.make("renumber", source, how=attributes(axis=dim, sources=order_of_pieces(int(ranks))), word="by_rank")
         shards = self.moved(self.reshaped(by_rank, dim, 1, (ranks, Size(2), piece)), dim, 0, "shards")
-        shards = self.resharded(self.op, shards, self.by_shard(wanted, dim, (), (ranks, piece)))
+        shards = self.resharded(shards, self.by_shard(wanted, dim, (), (ranks, piece)))
         halves = self.moved(shards, 0, dim + 1, "halves")
         return self.reshaped(self.second_reversed(halves, dim + 1, dim), dim, 3, (wanted.shape[dim],))
 
@@ -125,7 +124,7 @@ class _Decomposition(OpRewriter):
         ranks, piece = self.pieces(source, dim, axes)
         halves = self.moved(self.reshaped(source, dim, 1, (Size(2), ranks, piece)), dim + 1, 0, "halves")
         shards = self.second_reversed(halves, 0, dim + 1)
-        shards = self.moved(self.resharded(self.op, shards, self.by_shard(wanted, dim, axes, (ranks, piece))), 0, dim, "shards")
+        shards = self.moved(self.resharded(shards, self.by_shard(wanted, dim, axes, (ranks, piece))), 0, dim, "shards")
         by_rank = self.reshaped(shards, dim, 3, (wanted.shape[dim],))
         order = inverse(order_of_pieces(int(ranks)))
         return self.make("renumber", by_rank, how=attributes(axis=dim, sources=order), word="in_zigzag")
@@ -148,17 +147,17 @@ class _Decomposition(OpRewriter):
         order = [i for i in range(len(self.types[source].dims)) if i != dim]
         return self.make("permute_dims", source, how=attributes(axes=(*order[:to], dim, *order[to:])), word=word)
 
-    def resharded(self, op: Op, source: str, wanted: TensorType) -> str:
-        for step in plan(self.types[source], wanted, self.mesh, self.sizes, op.location):
-            source = self.step(op, source, step, self.types[source])
+    def resharded(self, source: str, wanted: TensorType) -> str:
+        for step in plan(self.types[source], wanted, self.mesh, self.sizes, self.op.location):
+            source = self.step(source, step)
         return source
 
-    def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
+    def step(self, source: str, step: ReshardStep) -> str:
         """Emits a step of a reshard. Returns the result of the step, or of an equal earlier step."""
-        type = step.applied(before, self.mesh)
+        before, type = self.types[source], step.applied(self.types[source], self.mesh)
         if (source, type) not in self.done:
-            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
-            self.emit(step.op(source, before, between, self.mesh, op.location))
+            between = Value(self.names.new(f"{self.op.result.name}_{SUFFIXES[step.kind]}"), type)
+            self.emit(step.op(source, before, between, self.mesh, self.op.location))
             self.done[source, type] = between.name
         return self.done[source, type]
 

@@ -46,7 +46,7 @@ class _Joining(BlockWriter):
         if not axes:
             self.emit(op)
             return
-        self.op, self.blocks, masks = op, op.result.type.mesh_in(self.mesh).size_of(axes), masks_of(op, op.tensors)
+        self.blocks, masks = op.result.type.mesh_in(self.mesh).size_of(axes), masks_of(op, op.tensors)
         self.lengths, self.bias = (tuple(name for word, name in masks.items() if word == wanted) for wanted in ("lengths", "bias"))
         lengths = self.once(("lengths", *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
         blocks = ""

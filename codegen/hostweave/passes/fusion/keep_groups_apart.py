@@ -93,7 +93,7 @@ class _Apart(OpRewriter):
         return OPS[user.kind].map is elementwise or (user.kind == "slice" and user[AXIS] == 1)
 
     def add(self, op: Op) -> None:
-        self.op, name = op, op.result.name
+        name = op.result.name
         if name not in self.apart:
             self.emit(op)
             return

@@ -43,7 +43,6 @@ class _Merging(OpRewriter):
         self.made = fusion.made
 
     def add(self, op: Op) -> None:
-        self.op = op
         if op.kind == "matmul" and op[CONTRACTED] == 1 and len(op.tensors) == 2:
             a, b = map(self.merged, op.tensors)
             k, k_of_b = ([self.types[of.source].shape[dim] for dim in dims] for of, dims in ((a, a.dims[-1]), (b, b.dims[-2])))

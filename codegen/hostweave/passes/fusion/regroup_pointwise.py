@@ -137,7 +137,7 @@ class _Moving(OpRewriter):
         self.dropped: dict[str, str] = {}  # reshape after a group -> value that consumers read instead
 
     def add(self, op: Op) -> None:
-        self.op, name = op, op.result.name
+        name = op.result.name
         source = self.group_of.get(op.tensors[0]) if op.kind == "reshape" else None
         if source and op.result.type.shape == source.want:
             self.dropped[name] = source.regrouped[name] = source.regrouped[op.tensors[0]]

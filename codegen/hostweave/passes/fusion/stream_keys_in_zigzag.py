@@ -51,7 +51,6 @@ class _Numbering(OpRewriter):
         return bool(op[CAUSAL]) and len(rows) == 1 and isinstance(rows.pop().axes, Zigzag)
 
     def add(self, op: Op) -> None:
-        self.op = op
         choice = self.choose(op) if op.result.name in self.found else None
         self.choices += [choice] if choice else []
         if choice and choice.chosen.algorithm != IN_SEQUENCE:

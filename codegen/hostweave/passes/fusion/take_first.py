@@ -33,7 +33,7 @@ def take_first(fusion: Fusion, options: Options) -> Fusion:
 
 class _Taking(OpRewriter):
     def add(self, op: Op) -> None:
-        self.op, made = op, self.fusion.made.get(op.tensors[0]) if op.kind == "take" else None
+        made = self.fusion.made.get(op.tensors[0]) if op.kind == "take" else None
         if made is None or not self.may_move(op, made):
             self.emit(op)
             return
