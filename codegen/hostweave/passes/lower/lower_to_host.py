@@ -132,21 +132,16 @@ class _Lowering:
             with b.on(parameter.type.mesh):
                 source = kept.get(name) or self.buffers.buffer_of(name)
                 if source != parameter.name and parameter.group:  # The tensors of a group have unrelated addresses.
-                    self.copy_group(source, parameter)
+                    with b.loop(parameter.type.shape[0]) as index:
+                        own, given = (b.select(buffer, 0, index, f"{buffer}_{index.name}") for buffer in (parameter.name, source))
+                        b.emit(ir.Copy(given, own))
                 elif source != parameter.name:  # The result is an input or a view, or is in donated memory.
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
-        ring = ir.Streams(RING, streams)
-        alone = (ir.Streams(name, 1) for name in (COMM, COPIES, PUTS))
-        pools = tuple(pool for pool in (ring, *alone) if pool.name in used)
+        pools = tuple(ir.Streams(name, count) for name, count in ((RING, streams), (COMM, 1), (COPIES, 1), (PUTS, 1)) if name in used)
         kernels = tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, tuple(b.events), kernels, body, flow.uneven)
-
-    def copy_group(self, source: str, parameter: ir.Parameter) -> None:
-        with self.b.loop(parameter.type.shape[0]) as index:
-            own, given = (self.b.select(buffer, 0, index, f"{buffer}_{index.name}") for buffer in (parameter.name, source))
-            self.b.emit(ir.Copy(given, own))
 
     def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
         """Copies results that are views of donated inputs, before the inputs are overwritten. Returns the buffers of these results."""
@@ -300,17 +295,13 @@ class _Lowering:
 
             self.lowering.multiply = multiply
         elif self.b.types[dst].dtype.kind != "float":
-            self.multiply_ints(op, a, b, dst, steps)
+            b = self.copied(b, steps) if a == b else b  # A kernel needs different buffers as inputs.
+            self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
         elif is_matrix(self.b.types[dst]):
             self.b.emit(matmul)
         else:
             with packed_destination(self.b, dst, steps) as packed:
                 self.b.emit(replace(matmul, dst=packed))
-
-    def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: LoopSteps | None) -> None:
-        """Launches a kernel that multiplies ints. A kernel needs different buffers as inputs."""
-        b = self.copied(b, steps) if a == b else b
-        self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
     def copied(self, buffer: str, steps: LoopSteps | None) -> str:
         made = temporary(self.b, buffer, steps)
