@@ -39,17 +39,13 @@ class ScaledMatmuls:
 
     def multiply(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None, lowering: Lowering | None) -> None:
         """Emits a scaled matmul. A chunk with slices of several shards needs one matmul per shard."""
-        buffers, stream = [*sources, target], op.result.stream
+        buffers = [*sources, target]
         if len(self.b.types[target].shape) == 2:
             self.multiply_matrices(op, buffers, steps, lowering)
             return
-        assert steps is not None
-        assert stream is not None
-        with self.b.loop(self.b.types[target].shape[stream.dim]) as index:
-            shards = [
-                self.b.select(buffer, stream.dim, index, f"{buffer}_shard") if len(self.b.types[buffer].shape) == 3 else buffer
-                for buffer in buffers
-            ]
+        dim = op.result.walked.dim
+        with self.b.loop(self.b.types[target].shape[dim]) as index:
+            shards = [self.b.select(one, dim, index, f"{one}_shard") if len(self.b.types[one].shape) == 3 else one for one in buffers]
             self.multiply_matrices(op, shards, None, None)
 
     def multiply_matrices(self, op: Op, buffers: Sequence[str], steps: LoopSteps | None, lowering: Lowering | None) -> None:
@@ -172,9 +168,8 @@ class ScaledMatmuls:
         if not lies_along(type, 1):
             return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))
         memory = per_step(self.b, f"{name}_{f32}", BufferType(f32, type.shape), steps)
-        split = tuple(
-            part for size, count in zip(type.shape, blocks, strict=True) for part in (count, ONE if size == count else Size(BLOCK))
-        )
+        pairs = zip(type.shape, blocks, strict=True)
+        split = tuple(part for size, count in pairs for part in (count, ONE if size == count else Size(BLOCK)))
         factor = self.b.reshape(contiguous_source(self.b, scale, steps), (blocks[0], ONE, blocks[1], ONE), f"{scale}_of_blocks")
         source, result = (self.b.reshape(each, split, f"{each}_blocks") for each in (name, memory))
         self.launch(op, source, (factor,), f32, result)
