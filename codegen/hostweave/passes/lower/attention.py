@@ -108,15 +108,8 @@ class Attentions:
 
         lengths, offsets = (of(word, lambda name: own(self.buffers.contiguous(name))) for word in ("lengths", "offsets"))
         corner = BOTTOM_RIGHT if lengths and op[CAUSAL] == BOTTOM_RIGHT else ""
-        masks = (
-            self.diagonal(op, bool(lengths)),
-            op[WINDOW] or None,
-            lengths,
-            of("bias", lambda name: self.source(name, 1)),
-            offsets,
-            corner,
-            self.kernels(op, made),
-        )
+        diagonal, bias = self.diagonal(op, bool(lengths)), of("bias", lambda name: self.source(name, 1))
+        masks = diagonal, op[WINDOW] or None, lengths, bias, offsets, corner, self.kernels(op, made)
         with ExitStack() as copies:
 
             def target(kind: str, like: str, is_packed: bool = False, step: int = ALIGNMENT) -> str:
@@ -191,11 +184,7 @@ def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
             else:
                 found.setdefault(known.result.name, {})[op.kind] = op
         elif op.kind == LSE:
-            same = (
-                o
-                for o in first.values()
-                if o.kind == RESULT and ((*o.operands[:2], *o.operands[3:]), o.attributes) == (op.operands, op.attributes)
-            )
-            if known := next((o for o in same if o.result.name not in found), None):
+            results = ((o, (*o.operands[:2], *o.operands[3:])) for o in first.values() if o.kind == RESULT and o.result.name not in found)
+            if known := next((o for o, others in results if (others, o.attributes) == (op.operands, op.attributes)), None):
                 found[known.result.name] = {LSE: op}
     return found
