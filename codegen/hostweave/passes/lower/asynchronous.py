@@ -52,8 +52,7 @@ class Asynchronous:
                 self.wait_for(source)
             for copy in copies:
                 self.b.emit(copy)
-        if sums:
-            self.sums[name] = sums
+        self.sums[name] = sums or []
         self.is_forked = True
 
     def _on(self, stream: str, *body: tree.Instruction) -> None:
@@ -76,12 +75,11 @@ class Asynchronous:
 
     def settle(self, ops: Iterable[Op]) -> None:
         for op in ops:
-            if self.flow.is_view(op) or self.takes(op):  # `run` emits the waits of an asynchronous op
-                continue
-            for name in op.tensors:
-                self.wait_for(name)
-            if op.callee and communicates(op):
-                self.join()
+            if not self.flow.is_view(op) and not self.takes(op):  # `run` emits the waits of an asynchronous op
+                for name in op.tensors:
+                    self.wait_for(name)
+                if op.callee and communicates(op):
+                    self.join()
 
     def wait_for(self, name: str) -> None:
         """Makes the caller's stream wait for a pending value, or for all communication if the value has no event."""

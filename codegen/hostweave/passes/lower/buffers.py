@@ -52,8 +52,7 @@ class Buffers:
         if is_elsewhere and self.b.is_contiguous(source):
             source = self.b.memory_of(source)  # An allocation is visible outside of the `on` body. A view is not.
         if not self.b.is_contiguous(source) or (is_elsewhere and not self.b.is_memory(source)):
-            self.by_value[name] = self._copied(name, source)
-            return self.by_value[name]
+            self.by_value[name] = source = self._copied(name, source)
         return source
 
     def _copied(self, name: str, source: str) -> str:
