@@ -295,19 +295,13 @@ class Links:
 def _is_free(kernel: ir.Kernel) -> bool:
     """True if a recomputation takes about as long as a load of the result, or less. Casts that do not narrow qualify. Cheap
     formulas qualify if they have no inputs, or inputs of fewer bytes than the result."""
-    inputs, results, ops = kernel.inputs, kernel.results, kernel.ops
-    if not inputs:
-        return sum(OPS[op.kind].cost for op in ops) <= CHEAP
-    if all(op.kind == "astype" for op in ops) and len(inputs) == len(results) == 1:
-        return inputs[0].type.dtype.itemsize <= results[0].type.dtype.itemsize
-    whole = [p.type.dtype.itemsize for p in inputs if product(p.type.shape) == product(results[0].type.shape)]
-    is_short = (
-        len(results) == 1
-        and results[0].type.dtype.kind == "float"
-        and 0 < sum(whole) < results[0].type.dtype.itemsize
-        and not any(OPS[op.kind].combine for op in ops)
-    )
-    return is_short and sum(OPS[op.kind].cost for op in ops) <= CHEAP
+    inputs, ops, (result, *others) = kernel.inputs, kernel.ops, (result.type for result in kernel.results)
+    if len(inputs) == 1 and not others and all(op.kind == "astype" for op in ops):
+        return inputs[0].type.dtype.itemsize <= result.dtype.itemsize
+    whole = sum(p.type.dtype.itemsize for p in inputs if product(p.type.shape) == product(result.shape))
+    is_short = not others and result.dtype.kind == "float" and 0 < whole < result.dtype.itemsize
+    is_formula = is_short and not any(OPS[op.kind].combine for op in ops)
+    return (is_formula or not inputs) and sum(OPS[op.kind].cost for op in ops) <= CHEAP
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
@@ -393,12 +387,8 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
         else:
             inputs[src] = parameter
     returned = (*(renamed[name] for name, dst in made.items() if dst in kept), *(result.name for result in second.results))
-    kernel = ir.Kernel(
-        name=f"{producer.kernel} {consumer.kernel}",
-        inputs=tuple(inputs.values()),
-        ops=(*ops, *second.ops),
-        returned=returned if len(returned) > 1 else (),
-    )
+    name = f"{producer.kernel} {consumer.kernel}"
+    kernel = ir.Kernel(name, tuple(inputs.values()), (*ops, *second.ops), returned if len(returned) > 1 else ())
     return _FusedLaunch(into, replace(consumer, kernel=kernel.name, srcs=tuple(inputs), dsts=(*kept, *consumer.dsts)), kernel)
 
 
