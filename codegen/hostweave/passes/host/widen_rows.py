@@ -32,12 +32,12 @@ def widen_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     for place in rows.uses.places:
         if found := unaligned(place.instruction, rows.uses.types, options.figures):
             rows.align(place, found, options.figures)
-    return rows.changed() if rows.edits else program
+    return replace(program, body=tree.edited(program.body, rows.edits), kernels=tuple(rows.kernels.values())) if rows.edits else program
 
 
 class _Rows:
     def __init__(self, program: ir.HostProgram):
-        self.program, self.uses, self.taken = program, def_use(program), names_in(program)
+        self.uses, self.taken = def_use(program), names_in(program)
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.edits: dict[int, tree.Body] = {}
 
@@ -117,9 +117,6 @@ class _Rows:
         tensor, kernel = unsharded(type), unique_name(f"copy_{dst}", self.kernels)
         self.kernels[kernel] = ir.Kernel(kernel, (ir.Parameter(src, tensor),), (Op("copy", (src,), Value(dst, tensor)),))
         return kernel
-
-    def changed(self) -> ir.HostProgram:
-        return replace(self.program, body=tree.edited(self.program.body, self.edits), kernels=tuple(self.kernels.values()))
 
 
 def _aligned(type: BufferType) -> Size:
