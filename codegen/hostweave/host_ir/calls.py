@@ -41,6 +41,14 @@ def launched(kernels: Iterable[ir.Kernel], body: tree.Body) -> tuple[ir.Kernel, 
     return tuple(kernel for kernel in kernels if kernel.name in names)
 
 
+def registered(kernels: dict[str, ir.Kernel], kernel: ir.Kernel, wanted: str) -> str:
+    """Name of a kernel in `kernels`. Adds the kernel, with a number after `wanted` if this name is taken, unless an equal kernel exists."""
+    same = next((name for name, other in kernels.items() if other == replace(kernel, name=name)), None)
+    name = same or unique_name(wanted, kernels)
+    kernels.setdefault(name, replace(kernel, name=name))
+    return name
+
+
 def events_of(body: tree.Body) -> set[str]:
     return {name for i in tree.walk(body) for name in tree.names(i, "record", "wait")}
 

@@ -22,10 +22,9 @@ from math import frexp
 
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
-from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import launched
+from hostweave.host_ir.calls import launched, registered
 from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
@@ -169,16 +168,12 @@ def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
 
 def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostProgram:
     kernels = {kernel.name: kernel for kernel in program.kernels}
-    names: dict[ir.Kernel, str] = {}
 
     def edit(found: _Folded) -> tree.Body:
         if found.left is None:
             return (found.new,)
         launch, kernel = found.left
-        if kernel not in names:
-            name = names[kernel] = unique_name(kernel.descriptive_name, kernels)
-            kernels[name] = replace(kernel, name=name)
-        return found.new, replace(launch, kernel=names[kernel])
+        return found.new, replace(launch, kernel=registered(kernels, kernel, kernel.descriptive_name))
 
     edits = {found.old.number: () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
     body = tree.eliminate_dead_code(tree.edited(program.body, edits))

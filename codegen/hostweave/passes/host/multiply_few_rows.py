@@ -28,12 +28,12 @@ from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
-from hostweave.base.names import claim_unique, unique_name
+from hostweave.base.names import claim_unique
 from hostweave.communication.steps import expr_of
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import launched
+from hostweave.host_ir.calls import launched, registered
 from hostweave.host_ir.expr import Binary, Const
 from hostweave.options import Options
 from hostweave.types.size import Size, Sum, product
@@ -51,15 +51,13 @@ MIN_BYTES = 2 << 20  # minimum bytes of weights of a matmul in `_concurrent`; a 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
-    names: dict[ir.Kernel, str] = {}
     streams = 0
     for place, i in uses.instructions(ir.Launch):
         if i.sent_on or i.kernel not in kernels or not (products := _products(uses, place, i, kernels[i.kernel])):
             continue
         matmuls = [matmul for _, matmul in products]
         kernel, srcs = _of_few_rows(i, kernels[i.kernel], matmuls, uses)
-        name = names.setdefault(kernel, unique_name(f"{i.kernel}_of_few_rows", kernels))
-        kernels[name] = replace(kernel, name=name)
+        name = registered(kernels, kernel, f"{i.kernel}_of_few_rows")
         few, freed = replace(i, kernel=name, srcs=srcs), _freed(_between(uses, place, products))
         rows = product(uses.types[matmuls[0].a].shape[:-1])
         if not rows.is_int:
@@ -192,8 +190,7 @@ def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses
     names = []
     for word, operand in (("x", matmuls[0].a), *(("w", matmul.b) for matmul in matmuls)):
         if operand not in inputs:
-            type = uses.types[operand]
-            inputs[operand] = ir.Parameter(claim_unique(word, taken), unsharded(type))
+            inputs[operand] = ir.Parameter(claim_unique(word, taken), unsharded(uses.types[operand]))
         names.append(inputs[operand].name)
     products = tuple(
         Op("matmul", (names[0], weights), Value(value.name, value.type), location=matmul.location)

@@ -13,13 +13,12 @@ The kernel is not added if the stated sizes give many rows. For constant sizes, 
 from dataclasses import replace
 
 from hostweave.analysis.def_use import Place
-from hostweave.base.names import unique_name
 from hostweave.communication.steps import expr_of
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, COUNT, KEEPDIMS
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import launched
+from hostweave.host_ir.calls import launched, registered
 from hostweave.host_ir.expr import Binary, Const
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links, fused_launch
@@ -40,8 +39,7 @@ def reduce_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram
         typical = elements.at(options.sizes)
         if not typical.factors and typical.coefficient > AT_ONCE * typical.divisor:
             continue
-        name = unique_name(f"{links.launches[first].kernel}_of_few_rows", kernels)
-        kernels[name] = replace(kernel, name=name)
+        name = registered(kernels, kernel, f"{links.launches[first].kernel}_of_few_rows")
         is_few = Binary("<=", expr_of(Size(1, elements.factors, elements.divisor)), Const(AT_ONCE // elements.coefficient))
         both = (first.instruction, last.instruction)
         edits |= {first.number: (), last.number: (ir.If(is_few, (replace(launch, kernel=name),), both, location=launch.location),)}

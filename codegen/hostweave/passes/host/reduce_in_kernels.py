@@ -23,7 +23,7 @@ from hostweave.fusion_ir.ir import MeshAxes, Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import bodies, launched, on_each_body
+from hostweave.host_ir.calls import bodies, launched, on_each_body, registered
 from hostweave.host_ir.expr import Binary, Const, Symbol
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links
@@ -136,10 +136,7 @@ class _Reducing:
         return producer if moves and has_rows and not any(OPS[op.kind].fiber or OPS[op.kind].updates for op in kernels[0].ops) else None
 
     def named(self, launch: ir.Launch, kernel: ir.Kernel, name: str) -> ir.Launch:
-        same = next((name for name, other in self.kernels.items() if other == replace(kernel, name=name)), None)
-        name = same or unique_name(name, self.kernels)
-        self.kernels[name] = replace(kernel, name=name)
-        return replace(launch, kernel=name)
+        return replace(launch, kernel=registered(self.kernels, kernel, name))
 
     def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int, producer: Place | None) -> tree.Body:
         """The exchange, or a choice between the exchange and the collective. Also launches the producer of the blocks, if given."""

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 from hostweave.analysis.alignment import BYTES, Unaligned, rows_of, takes_padded_rows, unaligned
 from hostweave.analysis.def_use import Place, def_use
-from hostweave.base.names import claim_unique, unique_name
+from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import names_in
+from hostweave.host_ir.calls import names_in, registered
 from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 from hostweave.types.machine import Machine
@@ -114,9 +114,8 @@ class _Rows:
 
     def copying(self, src: str, dst: str, type: BufferType) -> str:
         """Name of a new kernel that copies a buffer, and can be fused."""
-        tensor, kernel = unsharded(type), unique_name(f"copy_{dst}", self.kernels)
-        self.kernels[kernel] = ir.Kernel(kernel, (ir.Parameter(src, tensor),), (Op("copy", (src,), Value(dst, tensor)),))
-        return kernel
+        kernel = ir.Kernel("", (ir.Parameter(src, unsharded(type)),), (Op("copy", (src,), Value(dst, unsharded(type))),))
+        return registered(self.kernels, kernel, f"copy_{dst}")
 
 
 def _aligned(type: BufferType) -> Size:
