@@ -34,10 +34,7 @@ StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
 # event -> stream of its last record (None: the caller's stream), and index of the body's instruction that contains the record
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
-
-
-# An access: index of a child, and the streams on which the child accesses the buffer. CALLER is the caller's stream.
-_Touch = tuple[int, StreamIds]
+_Touch = tuple[int, StreamIds]  # an access: index of a child, and the streams on which the child accesses a buffer, CALLER if the caller's
 
 
 class _VectorClock:
@@ -127,8 +124,8 @@ class Planner:
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
             for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
-                for root in dict.fromkeys(root for name in tree.names(i, "read", "write") for root in self.uses.roots.all_of(name)):
-                    found.setdefault(root, []).append((k, streams))
+                for root in self.uses.roots_of(i, "read", "write"):
+                    found[root].append((k, streams))
         return found
 
     def on_streams_of(
