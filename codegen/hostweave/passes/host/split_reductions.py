@@ -36,7 +36,6 @@ def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgra
 class _Split:
     def __init__(self, program: ir.HostProgram):
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
-        self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # kernel -> the two kernels that replace it
         self.taken = names_in(program)
 
     def body(self, body: tree.Body) -> tree.Body:
@@ -47,10 +46,8 @@ class _Split:
             return (tree.with_bodies(i, self.body),)
         if not isinstance(i, ir.Launch) or not (kernel := self.kernels.get(i.kernel)) or not (row := _row(kernel)):
             return (i,)
-        if i.kernel not in self.halves:
-            self.halves[i.kernel] = _halves(kernel, row)
-            self.kernels.update((half.name, half) for half in self.halves[i.kernel])
-        first, last = self.halves[i.kernel]
+        first, last = _halves(kernel, row)
+        self.kernels |= {first.name: first, last.name: last}
         rows = claim_unique(f"{i.dsts[0]}_rows", self.taken)
         type = first.results[0].type
         return (
