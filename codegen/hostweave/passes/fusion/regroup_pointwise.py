@@ -11,7 +11,7 @@ together, as a group. A group does not move if another kernel reads values of th
 shape. The pass skips sharded values, values of chunk loops, and ops that could be the epilogue of a matmul.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hostweave.fusion_ir.emitter import OpRewriter
@@ -55,13 +55,15 @@ class _Groups:
         before."""
         if op.result.name in self.seen or not is_pointwise(op):
             return None
-        names, have = self.connected(op), op.result.type.shape
+        have = op.result.type.shape
+        names = self.connected({op.result.name}, lambda other: is_pointwise(other) and other.result.type.shape == have)
+        around = self.connected(names, lambda other: OPS[other.kind].is_view)  # with the views between the group and its neighbours
         self.seen |= names
         for shape in dict.fromkeys(self.shapes_beside(names, have)):
             group = _Group(names, have, shape)
             is_merge = any(len(left) != 1 or len(right) != 1 for left, right in groups(have, shape))
             is_merge = is_merge and shape[:1] not in ((), (ONE,))
-            if is_merge and self.may_move(group) and self.changed.isdisjoint(around := self.with_views(names)):
+            if is_merge and self.may_move(group) and self.changed.isdisjoint(around):
                 self.changed |= around
                 return group
         return None
@@ -77,24 +79,14 @@ class _Groups:
             elif source in names and self.is_read(result):
                 yield self.types[result].shape
 
-    def with_views(self, names: set[str]) -> set[str]:
-        """Adds the views between a group and its neighbours."""
+    def connected(self, names: set[str], fits: Callable[[Op], bool]) -> set[str]:
+        """Adds all ops for which `fits` is true, and that are connected to `names` by operands and results of such ops."""
         found, waiting = set(names), [*names]
         while waiting:
-            views = {op.result.name for op in self.beside(waiting.pop()) if OPS[op.kind].is_view} - found
-            found |= views
-            waiting += views
+            new = {op.result.name for op in self.beside(waiting.pop()) if fits(op)} - found
+            found |= new
+            waiting += new
         return found
-
-    def connected(self, op: Op) -> set[str]:
-        """Results of the group of `op`: the pointwise ops that have the shape of `op`, and are connected to `op` by operands or results."""
-        names, waiting = set[str](), [op]
-        while waiting:
-            one = waiting.pop()
-            if one.result.name not in names and is_pointwise(one) and one.result.type.shape == op.result.type.shape:
-                names.add(one.result.name)
-                waiting += self.beside(one.result.name)
-        return names
 
     def beside(self, name: str) -> list[Op]:
         return [
