@@ -63,6 +63,7 @@ class DefUse:
         self.program = program
         self.types = ir.buffer_types(program)
         self.roots = tree.AliasRoots()
+        self.root = self.roots.of
         self.views: dict[str, Place] = {}
         self.allocates: dict[str, Place] = {}
         self.indices: dict[str, Place] = {}  # index -> the `let` or loop that defines it
@@ -101,9 +102,6 @@ class DefUse:
         for name in self.roots_of(i, "read", "write"):
             self.touches.setdefault(name, []).append(place)
         return place
-
-    def root(self, name: str) -> str:
-        return self.roots.of(name)
 
     def roots_of(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
         """Alias roots of all buffers that an instruction uses in `roles`, as an ordered set."""
