@@ -7,7 +7,6 @@ from functools import reduce
 
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value, attributes
-from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import OFFSET
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
@@ -71,8 +70,7 @@ class Kernels:
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
         """Kernel that reduces a buffer to the result of `op`. The outermost dim of the buffer has one term per rank."""
-        kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
-        result = Value(op.result.name, self.tensor(target))
+        (kind, _), result = PAIRWISE[reduction], Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
