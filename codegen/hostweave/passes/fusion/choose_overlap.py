@@ -228,17 +228,14 @@ class _Choice:
         stated = ", ".join(f"{word}={value!r}" for word, value in (("chunking", stream.chunking), ("algorithm", stream.algorithm)) if value)
         transport = self.options.transport
         stated += f"transport={transport!r}" if transport != "auto" and not stated else ""
-        remedies = [
-            f"the {kind} of %{name} can use {', '.join(f'{one.name} ({one.chunking})' for one in algorithms)}"
-            if algorithms
-            else f"the {kind} of %{name} cannot be divided into chunks"
-            for name, (kind, algorithms) in possible.items()
-        ]
+        usable = {name: ", ".join(f"{one.name} ({one.chunking})" for one in algorithms) for name, (_, algorithms) in possible.items()}
+        able = {name: f"can use {words}" if words else "cannot be divided into chunks" for name, words in usable.items()}
+        remedies = [f"the {kind} of %{name} {able[name]}" for name, (kind, _) in possible.items()]
         if not possible:
             remedies = ["no op of the loop communicates, so leave the algorithm out"]
         elif transport != "auto":
             remedies.append(f'transport={transport!r} has no other algorithm, use transport="auto"')
-        elif not any(algorithms for _, algorithms in possible.values()):
+        elif not any(usable.values()):
             remedies.append("leave .stream out")
         why = f"{stated or 'a chunk loop'} is not possible here"
         raise ProgramError(f"stream of %{root.result.name}: {why}; {'; '.join(remedies)}", root.location)
@@ -328,10 +325,9 @@ class _Loops:
     def loop_of(self, op: Op) -> ChunkLoop:
         stream, drops_dim = op.result.walked, op.result.walked.chunks is None
         size, chunking = op.result.type.dims[stream.dim].size, stream.chunking or "across_shards"
-        steps = size if chunking == "by_shard" else size // shards(self.flow, (op,))
-        return ChunkLoop(
-            (op,), steps if stream.chunks is None else Size(stream.chunks), drops_dim, chunking, self.rotations[op.result.name]
-        )
+        indices = size if chunking == "by_shard" else size // shards(self.flow, (op,))
+        steps = indices if stream.chunks is None else Size(stream.chunks)
+        return ChunkLoop((op,), steps, drops_dim, chunking, self.rotations[op.result.name])
 
     def joins(self, op: Op, alone: ChunkLoop, loop: ChunkLoop) -> bool:
         """True if an op can join `loop`. `alone` is the loop of the op alone."""
