@@ -321,11 +321,9 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
         return False
     if update is not None:
         return read.name == update.tensors[0]
-    same = (
-        read.name not in (*walked.fibers, *walked.parts)
-        and read.type.shape == written.type.shape
-        and walked.indices[read.name] == walked.indices[written.name]
-    )
+    if read.name in (*walked.fibers, *walked.parts) or read.type.shape != written.type.shape:
+        return False
+    same = walked.indices[read.name] == walked.indices[written.name]
     return same and (not walked.reduced or walked.is_whole(written.name) or not _is_walked_by_all(read.name, kernel, walked))
 
 

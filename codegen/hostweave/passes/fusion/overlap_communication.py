@@ -38,9 +38,8 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
-    beside = [
-        op.kind == "all_reduce" and _may_be_in_kernel(op, body, options) for op, body in ops if op.result.is_async or op.result.stream
-    ]
+    overlapping = ((op, body) for op, body in ops if op.result.is_async or op.result.stream)
+    beside = [op.kind == "all_reduce" and _may_be_in_kernel(op, body, options) for op, body in overlapping]
     may_be_in_kernels = options.transport == "auto" and not options.figures.no_peers and not any(op.result.stream for op, _ in ops)
     if beside and may_be_in_kernels and (all(beside) or _saves_more_in_kernels(overlapped, options)):
         return fusion

@@ -89,10 +89,8 @@ class _Groups:
         return found
 
     def beside(self, name: str) -> list[Op]:
-        return [
-            *(self.made[operand] for operand in self.made[name].tensors if operand in self.made),
-            *(user for user in self.uses[name] if user),
-        ]
+        operands = (self.made[operand] for operand in self.made[name].tensors if operand in self.made)
+        return [*operands, *filter(None, self.uses[name])]
 
     def is_read(self, name: str) -> bool:
         return any(_is_kernel(user) or (OPS[user.kind].is_view and self.is_read(user.result.name)) for user in self.uses[name] if user)

@@ -369,16 +369,14 @@ def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _F
     # buffer -> name of its value in the consumer's kernel
     called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}
     taken = {*called.values(), *(op.result.name for op in second.ops)}
-    renamed = {
-        parameter.name: called.get(src) or claim_unique(parameter.name, taken)
-        for src, parameter in zip(producer.srcs, first.inputs, strict=True)
-    }
+    given = tuple(zip(producer.srcs, first.inputs, strict=True))
+    renamed = {parameter.name: called.get(src) or claim_unique(parameter.name, taken) for src, parameter in given}
     made = {result.name: dst for result, dst in zip(first.results, producer.dsts, strict=True)}
     for name in (op.result.name for op in first.ops):
         dst = made.get(name)
         renamed[name] = called[dst] if dst in called else claim_unique(links.root(dst) if dst else name, taken)
     ops = [_renamed(op, renamed) for op in first.ops]
-    inputs = {src: replace(p, name=renamed[p.name]) for src, p in zip(producer.srcs, first.inputs, strict=True)}
+    inputs = {src: replace(p, name=renamed[p.name]) for src, p in given}
     handed = {links.root(dst): (dst, renamed[name]) for name, dst in made.items()}
     for src, parameter in zip(consumer.srcs, second.inputs, strict=True):
         if links.root(src) in handed:

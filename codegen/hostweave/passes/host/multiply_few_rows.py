@@ -192,8 +192,6 @@ def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses
         if operand not in inputs:
             inputs[operand] = ir.Parameter(claim_unique(word, taken), unsharded(uses.types[operand]))
         names.append(inputs[operand].name)
-    products = tuple(
-        Op("matmul", (names[0], weights), Value(value.name, value.type), location=matmul.location)
-        for weights, value, matmul in zip(names[1:], made, matmuls, strict=True)
-    )
+    found = zip(names[1:], made, matmuls, strict=True)
+    products = (Op("matmul", (names[0], weights), Value(p.name, p.type), location=matmul.location) for weights, p, matmul in found)
     return ir.Kernel("", tuple(inputs.values()), (*products, *kernel.ops), kernel.returned), tuple(inputs)
