@@ -20,6 +20,8 @@ from hostweave.kernel_ir.loops import ONE, ZERO, Fiber, LoopDim, Loops, gathers_
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, strides_of
 
+Moved = Mapping[str, tuple[int, ...]]  # access -> partly written dims
+
 
 def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     """Builds the index space. `buffers` are the types of the inputs, then of the results. Raises NotOneKernel if one kernel cannot compute
@@ -27,7 +29,7 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     space = iteration(kernel)
     inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
-    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # access -> partly written dims
+    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}
     accesses = _accesses(kernel, space, memory, moved)
     order = list(space.sizes)
 
@@ -49,9 +51,7 @@ def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], ac
     return LoopDim(ONE, tuple(strides.get(access, ZERO) for access in accesses))
 
 
-def _accesses(
-    kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
-) -> dict[str, dict[str, Size]]:
+def _accesses(kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Moved) -> dict[str, dict[str, Size]]:
     """Stride of each loop index in the offset of each access (see `Loops`)."""
     accesses: dict[str, dict[str, Size]] = {}
     named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
@@ -72,9 +72,7 @@ def _accesses(
     return accesses
 
 
-def _fibers(
-    space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
-) -> dict[str, Fiber]:
+def _fibers(space: Iteration, memory: Mapping[str, BufferType], moved: Moved, named: Sequence[str]) -> dict[str, Fiber]:
     """Size and stride of each dim without a loop, by access."""
     dims = {f"{access} {i}": (memory[access], i) for access, axes in moved.items() for i in axes}
     dims |= {access: (type, space.fibers[name]) for name, (access, type) in zip(named, memory.items(), strict=True) if name in space.fibers}
