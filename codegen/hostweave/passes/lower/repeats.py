@@ -54,10 +54,8 @@ class RepeatLowering:
         given = [self.buffers.contiguous(operand) for operand in op.tensors]
         types = [type.local(self.flow.mesh, self.flow.uneven) for type in function.output_types]
         carried = {operand: self.begin(op, function, given[operand], (operand, result), used) for operand, result in pairs.items()}
-        targets, apart = dict[int, str](), dict[int, str]()
-        for number, type in enumerate(types):
-            if number not in used and number not in pairs.values():
-                targets[number] = b.allocate(f"{name}_unused", type)
+        apart, needed = dict[int, str](), {*used, *pairs.values()}
+        targets = {number: b.allocate(f"{name}_unused", type) for number, type in enumerate(types) if number not in needed}
         whole = {number: self.whole(op, used[number]) for number in used if number < results and number not in pairs.values()}
         for number in whole:
             memory = self.memories.get(used[number], "")
@@ -94,8 +92,7 @@ class RepeatLowering:
         return self.buffers.buffer_of(name)
 
     def is_read_later(self, name: str, op: Op) -> bool:
-        ops = self.flow.fusion.ops
-        later = ops[next(number for number, other in enumerate(ops) if other is op) + 1 :]
+        later = self.flow.fusion.ops[self.flow.fusion.ops.index(op) + 1 :]
         return any(self.flow.viewed(operand) == name for other in later for operand in other.tensors)
 
     def begin(self, op: Op, function: Fusion, source: str, pair: tuple[int, int], used: dict[int, str]) -> _Carried:
