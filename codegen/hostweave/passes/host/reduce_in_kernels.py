@@ -72,7 +72,8 @@ class _Reducing:
                 is_first = not any(isinstance(p.instruction, ir.Communication) for p in between)
                 if one.consumer.number not in edits and is_first and self.is_light(i, links.launches[one.consumer]):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
-                    launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
+                    launch, kernel = _with_own_term(one.launch, one.kernel)
+                    launch, end = replace(launch, kernel=registered(self.kernels, kernel, name)), self.uses.places[one.consumer.number]
             # A result must not share memory with the collective's operand: other threads may still send parts of the operand.
             if self.uses.root(launch.srcs[0]) not in map(self.uses.root, launch.dsts):
                 edits[place.number] = ()
@@ -101,7 +102,7 @@ class _Reducing:
         facts = attributes(dim=dim, axes=MeshAxes(self.given.channel(i.channel).axes), reduction=reduction)
         op = Op(kind, (term,), Value(unique_name(self.uses.root(i.dst), {term}), tensor), facts, i.location)
         kernel = ir.Kernel("", (ir.Parameter(term, tensor),), (op,))
-        return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.descriptive_name)
+        return ir.Launch(registered(self.kernels, kernel, kernel.descriptive_name), (i.src,), (i.dst,), location=i.location)
 
     def is_light(self, i: ir.FromTo, consumer: ir.Launch) -> bool:
         """True if the kernel of the collective may do the work of the consumer. Always true for an all_reduce.
@@ -134,9 +135,6 @@ class _Reducing:
         moves = not self.uses.conflict([producer.instruction], [p.instruction for p in later if p is not place])
         has_rows = len(rows) > 1 and rows[-1] == kernels[0].results[0].type.shape[-1]
         return producer if moves and has_rows and not any(OPS[op.kind].fiber or OPS[op.kind].updates for op in kernels[0].ops) else None
-
-    def named(self, launch: ir.Launch, kernel: ir.Kernel, name: str) -> ir.Launch:
-        return replace(launch, kernel=registered(self.kernels, kernel, name))
 
     def chosen(self, place: Place, i: ir.FromTo, launch: ir.Launch, end: Place, most: int, producer: Place | None) -> tree.Body:
         """The exchange, or a choice between the exchange and the collective. Also launches the producer of the blocks, if given."""
