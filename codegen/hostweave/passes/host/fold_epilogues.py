@@ -63,7 +63,7 @@ class _Matmuls:
             return None
         made = [(*found, src) for src in launch.srcs if (found := self.matmul_of(src, place))]
         last_first = sorted(made, key=lambda one: -one[0].number)
-        return next(filter(None, (self.folded_into(*one, launch) for one in last_first)), None)
+        return next(filter(None, (self.folded_into(*one, place, launch) for one in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> tuple[Place, ir.Matmul] | None:
         """Matmul that writes a buffer. None if a third instruction accesses the buffer, or the matmul cannot move to `reader`."""
@@ -79,7 +79,7 @@ class _Matmuls:
             return None
         return maker, matmul
 
-    def folded_into(self, place: Place, matmul: ir.Matmul, made: str, launch: ir.Launch) -> _Folded | None:
+    def folded_into(self, place: Place, matmul: ir.Matmul, made: str, reader: Place, launch: ir.Launch) -> _Folded | None:
         """Folds the ops of a launch into the matmul of the operand `made`, up to the first written value. None if impossible."""
         kernel = self.kernels[launch.kernel]
         buffers = {p.name: src for src, p in zip(launch.srcs, kernel.inputs, strict=True)}
@@ -88,7 +88,7 @@ class _Matmuls:
         while value not in targets:
             users = [op for op in kernel.ops if value in op.tensors]
             longer = _ending(ended, users[0], value, kernel, buffers) if len(users) == 1 else None
-            if longer is None and gone and self.is_sum_of_products(launch, kernel):
+            if longer is None and gone and self.is_sum_of_products(reader, launch, kernel):
                 targets[value] = made  # The other matmuls of the sum accumulate onto the buffer `made`.
                 break
             if longer is None:
@@ -110,10 +110,9 @@ class _Matmuls:
         srcs, dsts = (tuple((buffers | targets)[p.name] for p in parameters) for parameters in (left.inputs, left.results))
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
-    def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
+    def is_sum_of_products(self, place: Place, launch: ir.Launch, kernel: ir.Kernel) -> bool:
         """True if a kernel only adds tensors, and matmuls compute all of them, or all but one. If all these matmuls are folded, the kernel
         disappears."""
-        (place,) = (place for place in self.uses.places if place.instruction is launch)
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 
     def is_possible(self, matmul: ir.Matmul) -> bool:
