@@ -79,7 +79,7 @@ class _Sharing:
         between = place.around[len(there.around) :]
         if any(p.on_stream or p.instruction.trips is not None for p in between) or place.around[: len(there.around)] != there.around:
             return False
-        if not self._is_named_beside(place, new) or not self._is_reached_there(new, old):
+        if not self._may_replace(place, new, old):
             return False
         early = [view for view in self.viewed.get(new, []) if view.number < place.number]
         self._merge(place, new, old, place.statement, (self._reshaped(new, src), *self._moved(early)))
@@ -96,7 +96,7 @@ class _Sharing:
             return False
         if not self._is_last(place, old) or not self._is_first(place, new) or not self._is_alone_in_loops(place, new):
             return False
-        if not self._is_named_beside(place, old) or not self._is_reached_there(old, new):
+        if not self._may_replace(place, old, new):
             return False
         hoisted = self._views_after(there, dst)
         if hoisted is None or any(view.body is not place.body for view in hoisted):
@@ -111,7 +111,7 @@ class _Sharing:
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
-        if not self._is_last(place, old) or not self._is_named_beside(place, old) or not self._is_reached_there(old, new):
+        if not self._is_last(place, old) or not self._may_replace(place, old, new):
             return False
         if any(self.root(name) == new for name in tree.names(place.instruction, "read")):
             return False
@@ -159,15 +159,12 @@ class _Sharing:
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
-    def _is_named_beside(self, place: Place, root: str) -> bool:
-        """True if a view at `place` is visible to all uses of a buffer. A view in an `on` body is visible only in this body."""
-        on = place.mesh_body
-        return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
-
-    def _is_reached_there(self, gone: str, into: str) -> bool:
-        """True if `into` is in a window, or if `gone` needs no window."""
-        there = self.uses.allocates.get(into)
-        return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
+    def _may_replace(self, place: Place, gone: str, into: str) -> bool:
+        """True if a view of `into` at `place` can replace the allocation `gone`. All uses of `gone` must be in the view's `on` body, if
+        any. If `gone` is in a window, `into` must be in a window too."""
+        on, there = place.mesh_body, self.uses.allocates.get(into)
+        is_reached = not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
+        return is_reached and (on is None or all(on in other.around for other in (*self.touches[gone], *self.viewed.get(gone, ()))))
 
     def _is_last(self, place: Place, root: str) -> bool:
         """True if the instruction at `place` accesses a buffer last, and all earlier accesses have ended when this instruction runs."""
