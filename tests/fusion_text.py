@@ -13,14 +13,17 @@ Pass = Callable[[Fusion, Options], Fusion]
 
 
 def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
-    """Parses a fusion that returns the result of its last op. Lines with choices may follow the ops."""
+    """Parses a fusion. If `ops` does not end in a line with `return`, the fusion returns the result of its last op. Lines with choices may
+    follow the ops."""
     lines = [line.strip() for line in ops.strip().splitlines()]
     last = [line for line in lines if line.startswith("%")][-1].partition(":")[0]
+    lines += [] if lines[-1].startswith("return") else [f"return {last}"]
     body = "".join(f"  {line}\n" for line in lines)
-    return Fusion.parse(f"fusion @f({inputs}) mesh({mesh}) {{\n{body}  return {last}\n}}\n")
+    return Fusion.parse(f"fusion @f({inputs}) mesh({mesh}) {{\n{body}}}\n")
 
 
 def check(apply: Pass, inputs: str, before: str, after: str, mesh: str = "x=8") -> None:
     result = apply(fusion(inputs, before, mesh), Options())
     verify_fusion(result, after=level_of(apply.__name__))
-    assert [line.strip() for line in str(result).splitlines()[1:-2]] == [line.strip() for line in after.strip().splitlines()]
+    lines, wanted = ([line.strip() for line in text.splitlines()] for text in (str(result), after.strip()))
+    assert lines[1 : -1 if wanted[-1].startswith("return") else -2] == wanted

@@ -158,6 +158,17 @@ CASES = {
         """%h: f32[M@x, K] = negative(%x)
         %y: f32[M@x, K] = add(%h, %h)""",
     ),
+    "two reshards to the same sharding, one of them returned": (
+        "%x: f32[M@x, K]",
+        """%h: f32[M@x, K] = negative(%x)
+        %g: f32[M@x, K] pinned = reshard(%h)
+        %y: f32[M@x, K] pinned = reshard(%h)
+        %z: f32[M@x, K] = add(%g, %h)
+        return %z, %y""",
+        """%y: f32[M@x, K] pinned = negative(%x)
+        %z: f32[M@x, K] = add(%y, %y)
+        return %z, %y""",
+    ),
     "a reshard to the same sharding, of an input, becomes a copy": (
         "%x: f32[M@x, K]",
         "%y: f32[M@x, K] pinned = reshard(%x)",
@@ -180,6 +191,24 @@ def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
         program = apply(program, Options())
         verify_fusion(program, after=level_of(apply.__name__))
     assert [op.kind for op in program.ops] == [op.kind for op in fusion(inputs, after, mesh="x=8, y=2").ops]
+
+
+@pytest.mark.parametrize("stated", ["", "pinned "])
+@pytest.mark.parametrize("read_first", [True, False])
+def test_equal_moves_of_uneven_blocks_by_gets_are_shared(stated: str, read_first: bool) -> None:
+    """Gets need equal blocks, so a whole value is moved, and sliced after the move. Two equal moves share both steps."""
+    source, target = "on mesh(x=2 of ranks 0, 1)", "on mesh(x=2 of ranks 2, 3)"
+    lines = [
+        f"%a: f32[7@x, K] {target} {stated}= reshard(%x)",
+        f"%e: f32[7@x, K] {target} = exp(%a)",
+        f"%b: f32[7@x, K] {target} pinned = reshard(%x)",
+        f"%y: f32[7@x, K] {target} = add(%b, %e)",
+        f"%z: f32[7@x, K] {target} = add(%a, %y)",
+    ]
+    lines[1:3] = lines[1:3] if read_first else lines[2:0:-1]
+    result = decompose_reshards(fusion(f"%x: f32[7, K] {source}", "\n".join(lines), mesh="x=4"), Options(transport="peer"))
+    verify_fusion(result, after="decompose_reshards")
+    assert [op.kind for op in result.ops].count("transfer") == 1
 
 
 def test_sizes_select_the_steps() -> None:

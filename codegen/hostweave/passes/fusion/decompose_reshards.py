@@ -164,16 +164,17 @@ class _Decomposition(OpRewriter):
     def remove(self, op: Op, source: str) -> None:
         """Removes a reshard without effect. If possible, the producer of the operand gets the name and stream of the reshard's result."""
         at, name = self.producer.get(source), op.result.name
-        is_alone = len(self.consumers.get(source, ())) == 1
-        is_returned = None in self.consumers[name] and None not in self.consumers.get(source, ()) and not op.result.stream
+        users = self.consumers.get(source, [])
+        is_alone = [user and user.result.name for user in users] == [name]
+        is_returned = None in self.consumers[name] and None not in users and not op.result.stream
         producer = self.ops[at] if at is not None else None
         if producer and at is not None and self.can_state(producer, op.result) and (is_alone or (is_returned and not producer.callee)):
             self.producer[name] = at
             self.ops[at] = replace(producer, result=op.result)
-            if not is_alone:
-                self.ops[at + 1 :] = [other.renamed({source: name}) for other in self.ops[at + 1 :]]
-                self.same[source] = name
-                self.consumers[name] += self.consumers[source]
+            self.ops[at + 1 :] = [other.renamed({source: name}) for other in self.ops[at + 1 :]]
+            self.same = {gone: name if kept == source else kept for gone, kept in self.same.items()} | {source: name}
+            self.done = {key: name if made == source else made for key, made in self.done.items()}
+            self.consumers[name] += () if is_alone else users
         else:
             self.use(op, source)
 
