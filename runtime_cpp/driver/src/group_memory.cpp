@@ -17,7 +17,6 @@ constexpr char kGroup[] = "group", kRank[] = "rank";
 }  // namespace
 
 std::string GroupMemory::connect(Member& member, const ncclUniqueId& id, double timeout_seconds) {
-  member.expect_working();
   const Member::Use use(member);
   Rank& rank = member.rank();
   if (!rank.has_channel(kGroup, kRank, Transport::peer)) {
@@ -32,7 +31,6 @@ std::string GroupMemory::connect(Member& member, const ncclUniqueId& id, double 
 
 GroupMemory::GroupMemory(Member& member, size_t bytes)
     : member_(member), channel_(member.rank().channel(kGroup, kRank, member.rank().size(), Transport::peer)) {
-  member.expect_working();
   const Member::Use use(member);
   const size_t total = whole_pieces(bytes);
   data_ = allocate_window(&channel_, total);
@@ -42,7 +40,6 @@ GroupMemory::GroupMemory(Member& member, size_t bytes)
 
 GroupMemory::~GroupMemory() {
   try {
-    member_.expect_working();
     const Member::Use use(member_);
     member_.rank().unshare(static_cast<char*>(data_));
     HW_CHECK(cudaDeviceSynchronize());

@@ -125,7 +125,6 @@ Standstill Instance::standstill() {
 
 Instance::Instance(Member& member, const ProgramTable& program, bool measures, bool marks_graphs)
     : member_(member), program_(program), measures_(measures) {
-  member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
   // This call allocates memory, which is impossible in a capture.
@@ -141,7 +140,7 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
 
 Instance::~Instance() {
   try {
-    const Member::Use use(member_);
+    const Member::Use use(member_, true);
     seen_.clear();
     program_.calls.destroy(instance_);
     progress_.reset();
@@ -151,7 +150,6 @@ Instance::~Instance() {
 }
 
 std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStream_t caller) {
-  member_.expect_working();
   const Member::Use use(member_);
   if (is_captured(caller)) {
     throw CaptureError(
@@ -198,7 +196,6 @@ void Instance::take(const Table& table, const std::vector<void*>& inputs, const 
 
 void Instance::run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
                    const std::vector<void*>& outputs, cudaStream_t caller, Graphs graphs) {
-  member_.expect_working();
   const Member::Use use(member_, schedule);
   take(table, inputs, outputs);
   if (is_captured(caller)) return enqueue_captured(caller);
@@ -207,7 +204,6 @@ void Instance::run(const Schedule& schedule, const Table& table, const std::vect
 }
 
 void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller) {
-  member_.expect_working();
   const Member::Use use(member_, schedule);
   if (is_captured(caller))
     throw CaptureError("the stream is being captured, and cannot launch another graph; call the program instead");
@@ -227,7 +223,6 @@ void Instance::launch(const Graph& graph, cudaStream_t caller) const {
 
 std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<void*>& inputs,
                                          const std::vector<void*>& outputs) {
-  member_.expect_working();
   const Member::Use use(member_);  // A capture does not need the other ranks.
   take(table, inputs, outputs);
   return capture_taken();
@@ -241,7 +236,6 @@ void Instance::make_call(cudaStream_t caller, const std::function<void()>& work)
 }
 
 void Instance::in_use(const Schedule& schedule, const std::function<void()>& work) {
-  member_.expect_working();
   const Member::Use use(member_, schedule);
   or_stop(work);
 }

@@ -85,7 +85,6 @@ ncclUniqueId Member::new_process_group_id(const ProgramTable& program, const std
 }
 
 ncclUniqueId Member::new_id(Transport transport) {
-  expect_working();
   const Use use(*this);
   if (transport == Transport::peer) return PeerGroup::new_id();
   ncclUniqueId id;
@@ -94,7 +93,6 @@ ncclUniqueId Member::new_id(Transport transport) {
 }
 
 void Member::connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds) {
-  expect_working();
   const Use use(*this);
   for (const ProcessGroup& process_group : missing_process_groups(program))
     connect(process_group, ids.at(process_group.key), timeout_seconds);
@@ -123,7 +121,6 @@ void Member::add_channel(const ProcessGroup& of, Communicator&& communicator) {
 }
 
 void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {
-  expect_working();
   const Use use(*this);
   for (const ProcessGroup& process_group : missing_process_groups(program)) {
     const std::string name =
@@ -151,7 +148,6 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
 }
 
 std::string Member::out_of_reach(const ProgramTable& program) {
-  expect_working();
   const Use use(*this);
   for (const ProcessGroup& one : process_groups_of(program, rank_.index())) {
     if (one.transport == Transport::two_sided) continue;
@@ -209,24 +205,25 @@ void Member::synchronize(cudaStream_t stream) const {
   while (!target::synchronize(stream)) expect_not_stopped();
 }
 
-void Member::expect_working() const {
-  if (aborted_) throw ExecutionError("the group has failed; call hw.init again");
-}
-
 void Member::expect_not_stopped() const {
   if (const std::string reason = stopped(); !reason.empty()) throw ExecutionError(reason);
 }
 
 // Takes the lease first, and then the lock of the member. A thread that frees resources of a member uses the same order.
-Member::Use::Use(Member& member) {
-  if (target::kOneParty) turn_.emplace(member.group_, member.with_processes({}), static_cast<int>(member.rank_.size()));
+void Member::Use::take(Member& member, Schedule schedule, bool frees) {
+  if (member.aborted_ && !frees) throw ExecutionError("the group has failed; call hw.init again");
+  schedule.processes = member.processes_;
+  if (target::kOneParty) turn_.emplace(member.group_, schedule, static_cast<int>(member.rank_.size()));
   lock_ = std::unique_lock(member.in_use_);
+}
+
+Member::Use::Use(Member& member, bool frees) {
+  take(member, {}, frees);
   device_.emplace(member.device());
 }
 
 Member::Use::Use(Member& member, const Schedule& schedule) {
-  if (target::kOneParty) turn_.emplace(member.group_, member.with_processes(schedule), static_cast<int>(member.rank_.size()));
-  lock_ = std::unique_lock(member.in_use_);
+  take(member, schedule, false);
   member.expect_not_stopped();
   attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));
   device_.emplace(member.device());

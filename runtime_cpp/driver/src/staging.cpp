@@ -42,7 +42,7 @@ StagedCalls::StagedCalls(Instance& instance)
 
 StagedCalls::~StagedCalls() {
   try {
-    const Member::Use use(instance_.member());
+    const Member::Use use(instance_.member(), true);
     inputs_.clear();
     outputs_.clear();
     fetched_.clear();
@@ -53,7 +53,6 @@ StagedCalls::~StagedCalls() {
 }
 
 void StagedCalls::prepare(std::vector<Call> calls) {
-  instance_.member().expect_working();
   const Member::Use use(instance_.member());
   calls_ = std::move(calls);
   fetched_.resize(calls_.size());

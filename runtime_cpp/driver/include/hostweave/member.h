@@ -92,21 +92,20 @@ class Member {
   // are too few devices, or if the devices do not support the schedule.
   std::unique_ptr<DeviceLease> lease(const Schedule& schedule, double seconds) const;
 
-  // Throws ExecutionError after an abort.
-  void expect_working() const;
-
   // RAII: exclusive use of the member by this thread. Makes the device current. On the CPU target, also holds a lease for the
-  // group.
+  // group. The constructors throw ExecutionError after an abort, unless `frees` is set.
   class Use {
    public:
-    // For work outside of runs, such as a capture or a new channel.
-    explicit Use(Member& member);
+    // For work outside of runs, such as a capture or a new channel. `frees`: the work only frees resources.
+    explicit Use(Member& member, bool frees = false);
     // For runs, in which all ranks of the group work together. Throws ExecutionError if the ranks were stopped.
     Use(Member& member, const Schedule& schedule);
     ~Use();
     Use(Use&&) = delete;
 
    private:
+    void take(Member& member, Schedule schedule, bool frees);
+
     std::optional<DeviceLease> turn_;
     std::unique_lock<std::timed_mutex> lock_;
     std::unique_ptr<target::Attached> attached_;
@@ -119,11 +118,6 @@ class Member {
   void destroy_graphs();
   // Throws ExecutionError if the ranks were stopped.
   void expect_not_stopped() const;
-
-  Schedule with_processes(Schedule schedule) const {
-    schedule.processes = processes_;
-    return schedule;
-  }
 
   std::string group_;
   Rank rank_;
