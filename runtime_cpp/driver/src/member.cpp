@@ -70,12 +70,9 @@ std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& pro
     throw ArgumentError("the program needs " + std::to_string(program.world) +
                         " ranks, but the number of ranks in the group is " + std::to_string(rank_.size()));
   }
-  std::vector<ProcessGroup> process_groups;
-  for (const ProcessGroup& process_group : process_groups_of(program, rank_.index())) {
-    if (!rank_.has_channel(process_group.mesh.c_str(), process_group.axes.c_str(), process_group.transport)) {
-      process_groups.push_back(process_group);
-    }
-  }
+  std::vector<ProcessGroup> process_groups = process_groups_of(program, rank_.index());
+  std::erase_if(process_groups,
+                [this](const ProcessGroup& one) { return rank_.has_channel(one.mesh.c_str(), one.axes.c_str(), one.transport); });
   return process_groups;
 }
 

@@ -6,16 +6,6 @@
 namespace hw {
 namespace {
 
-// Calls use("dp") and use("tp") for "dp, tp".
-template <class Use>
-void for_each_axis(const std::string& axes, const Use& use) {
-  for (size_t begin = 0; begin < axes.size();) {
-    const size_t end = std::min(axes.find(", ", begin), axes.size());
-    use(axes.substr(begin, end - begin));
-    begin = end + 2;
-  }
-}
-
 // Process group along `axes` of the rank with number `index` in a mesh. `ranks` are the world ranks of the mesh. `ranks` is empty
 // for the mesh of the program, which has all ranks.
 ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, Transport transport, int64_t index,
@@ -28,15 +18,16 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
   ProcessGroup process_group{.mesh = mesh, .axes = axes, .key = std::string(mesh) + " " + axes, .transport = transport};
   std::vector<bool> common(mesh_axes.size(), true);
   std::vector<size_t> along;
-  for_each_axis(axes, [&](const std::string& axis) {
+  for (size_t begin = 0, end; begin < axes.size(); begin = end + 2) {
+    end = std::min(axes.find(", ", begin), axes.size());
     for (size_t i = 0; i < mesh_axes.size(); ++i) {
-      if (axis != mesh_axes[i].name) continue;
+      if (axes.compare(begin, end - begin, mesh_axes[i].name) != 0) continue;
       common[i] = false;
       along.push_back(i);
       process_group.rank_in_group = process_group.rank_in_group * mesh_axes[i].size + coordinates[i];
       process_group.size *= mesh_axes[i].size;
     }
-  });
+  }
   for (size_t i = 0; i < mesh_axes.size(); ++i) {
     if (common[i]) process_group.key += std::string(", ") + mesh_axes[i].name + "=" + std::to_string(coordinates[i]);
   }
