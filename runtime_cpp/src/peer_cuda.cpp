@@ -23,6 +23,7 @@
 #include "hostweave/peer.h"
 #include "hostweave/reach.h"
 #include "hostweave/reached.h"
+#include "hostweave/streams.h"
 
 namespace hw {
 namespace {
@@ -171,14 +172,12 @@ struct PeerGroup::State {
       return "the GPU cannot map memory of the host";
     }
     words = static_cast<uint32_t*>(seen);
-    cudaStream_t stream = nullptr;
-    HW_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    const OwnStream stream;
     const size_t own = word(rank, rank, 0);  // unused by programs
     cudaError_t error = turn(words + own, 0, 1, stream);
     if (error == cudaSuccess) error = turn(words + own, 1, 0, stream);
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
     cudaGetLastError();
-    HW_CHECK(cudaStreamDestroy(stream));
     return error == cudaSuccess ? "" : std::string("stream memory operations fail here: ") + cudaGetErrorString(error);
   }
 

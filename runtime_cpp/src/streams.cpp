@@ -14,6 +14,10 @@ Event::Event(unsigned flags) { HW_CHECK(cudaEventCreateWithFlags(&event_, flags)
 
 Event::~Event() { cudaEventDestroy(event_); }
 
+OwnStream::OwnStream() { HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+
+OwnStream::~OwnStream() { cudaStreamDestroy(stream_); }
+
 Events::Events(int count) : count_(count), events_(new Event[count]) {}
 
 Events::~Events() { delete[] events_; }

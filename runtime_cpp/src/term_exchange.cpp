@@ -59,13 +59,11 @@ std::vector<T> gather(const Channel& channel, const T& own) {
   std::vector<T> all(channel.size());
   DeviceMemory memory;
   char* const terms = static_cast<char*>(memory.reserve(sizeof(T) * (channel.size() + 1)));
-  cudaStream_t stream = nullptr;
-  HW_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const OwnStream stream;
   HW_CHECK(cudaMemcpyAsync(terms, &own, sizeof own, cudaMemcpyHostToDevice, stream));
   HW_CHECK(ncclAllGather(terms, terms + sizeof own, sizeof own, ncclUint8, channel.comm(), stream));
   HW_CHECK(cudaMemcpyAsync(all.data(), terms + sizeof own, sizeof own * all.size(), cudaMemcpyDeviceToHost, stream));
   HW_CHECK(cudaStreamSynchronize(stream));
-  HW_CHECK(cudaStreamDestroy(stream));
   return all;
 }
 

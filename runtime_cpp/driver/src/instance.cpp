@@ -15,34 +15,20 @@ namespace {
 
 constexpr size_t kGraphs = 16;  // maximum number of argument sets that an Instance remembers, with or without a graph
 
-// A stream for one capture. Calls of other threads do not affect the capture.
-class CapturedStream {
- public:
-  CapturedStream() { HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~CapturedStream() { cudaStreamDestroy(stream_); }
-  CapturedStream(const CapturedStream&) = delete;
-  CapturedStream& operator=(const CapturedStream&) = delete;
-
-  operator cudaStream_t() const { return stream_; }
-
-  // Captures the work that `enqueue` enqueues.
-  cudaGraph_t capture(const std::function<void()>& enqueue) const {
-    HW_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    cudaGraph_t graph = nullptr;
-    try {
-      enqueue();
-    } catch (...) {
-      cudaStreamEndCapture(stream_, &graph);
-      if (graph) cudaGraphDestroy(graph);
-      throw;
-    }
-    HW_CHECK(cudaStreamEndCapture(stream_, &graph));
-    return graph;
+// Captures the work that `enqueue` enqueues. Calls of other threads do not affect the capture.
+cudaGraph_t captured_on(cudaStream_t stream, const std::function<void()>& enqueue) {
+  HW_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  cudaGraph_t graph = nullptr;
+  try {
+    enqueue();
+  } catch (...) {
+    cudaStreamEndCapture(stream, &graph);
+    if (graph) cudaGraphDestroy(graph);
+    throw;
   }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
+  HW_CHECK(cudaStreamEndCapture(stream, &graph));
+  return graph;
+}
 
 // Runs a call during which work is captured. Throws CaptureError if the call fails.
 template <class Call>
@@ -68,26 +54,23 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Pulse::Pulse() : Pulse(nullptr) {  // Because of this delegation, the destructor runs even if the body throws.
-  HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
-  HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));
-  HW_CHECK(cudaMemsetAsync(set_, 0xff, sizeof *begun_, stream_));
+Pulse::Pulse() {
+  HW_CHECK(cudaMemsetAsync(set_.reserve(sizeof *begun_), 0xff, sizeof *begun_, stream_));
   HW_CHECK(cudaStreamSynchronize(stream_));
+  HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
   *begun_ = 0;
 }
 
 Pulse::~Pulse() {
-  cudaFree(set_);
+  set_ = {};  // waits for copies to the word
   cudaFreeHost(begun_);
-  if (stream_) cudaStreamDestroy(stream_);
 }
 
 // Sets `*begun_` by a copy on a forked stream, so that the work of the graph does not wait for the copy.
 void Pulse::begin(cudaStream_t caller) {
   HW_CHECK(cudaEventRecord(fork_[0], caller));
   HW_CHECK(cudaStreamWaitEvent(stream_, fork_[0], 0));
-  HW_CHECK(cudaMemcpyAsync(begun_, set_, sizeof *begun_, cudaMemcpyDeviceToHost, stream_));
+  HW_CHECK(cudaMemcpyAsync(begun_, set_.data(), sizeof *begun_, cudaMemcpyDeviceToHost, stream_));
   HW_CHECK(cudaEventRecord(join_[0], stream_));
 }
 
@@ -272,9 +255,10 @@ void Instance::enqueue_captured(cudaStream_t caller) {
 
 std::unique_ptr<Graph> Instance::capture_taken() {
   return captured([&] {
-    const CapturedStream stream;
+    const OwnStream stream;
     const CallOrder::OfKernels order;
-    return std::make_unique<Graph>(member_, stream.capture([&] { enqueue(stream, marks_graphs_); }), stream, progress_->log());
+    const cudaGraph_t graph = captured_on(stream, [&] { enqueue(stream, marks_graphs_); });
+    return std::make_unique<Graph>(member_, graph, stream, progress_->log());
   });
 }
 

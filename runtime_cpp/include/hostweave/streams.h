@@ -43,6 +43,19 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+// A new stream that does not synchronise with the default stream.
+class OwnStream {
+ public:
+  OwnStream();
+  ~OwnStream();
+  OwnStream(OwnStream&&) = delete;
+
+  operator cudaStream_t() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
 class Events {
  public:
   explicit Events(int count);

@@ -143,7 +143,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
         assert messages == ["", ""]
     else:
         failed, heard = messages
-        assert failed.startswith("CaptureError: mlp: cannot be captured: instance.cpp")
+        assert failed.startswith("CaptureError: mlp: cannot be captured: streams.cpp")
         assert heard.startswith("ExecutionError: mlp: rank")
         assert "cannot continue: mlp: cannot be captured" in heard
 

@@ -14,6 +14,7 @@
 
 #include "hostweave/abi.h"
 #include "hostweave/call_log.h"
+#include "hostweave/device_memory.h"
 #include "hostweave/member.h"
 #include "hostweave/standstill.h"
 #include "hostweave/straighten.h"
@@ -31,8 +32,6 @@ class Pulse {
  public:
   Pulse();
   ~Pulse();
-  Pulse(const Pulse&) = delete;
-  Pulse& operator=(const Pulse&) = delete;
 
   void begin(cudaStream_t caller);
   void end(cudaStream_t caller);
@@ -40,11 +39,9 @@ class Pulse {
   bool stands_still();
 
  private:
-  explicit Pulse(std::nullptr_t) {}
-
-  void* set_ = nullptr;        // device memory from which a launch sets the word
+  DeviceMemory set_;           // memory from which a launch sets the word
   uint32_t* begun_ = nullptr;  // the word, in host memory
-  cudaStream_t stream_ = nullptr;
+  OwnStream stream_;
   Events fork_{1}, join_{1}, done_{1};
 };
 
