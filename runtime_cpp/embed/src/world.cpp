@@ -6,11 +6,14 @@
 namespace hw {
 namespace {
 
+void configure([[maybe_unused]] int devices, [[maybe_unused]] bool processes) {
 #ifdef HOSTWEAVE_CPU_DEVICE
-void configure(const hw_cpu_config& config) {
+  hw_cpu_config config;
+  config.devices = devices;
+  config.processes = processes;
   if (hw_cpu_configure(&config) != 0) throw ExecutionError(hw_cpu_last_report());
-}
 #endif
+}
 
 int with_device(int device) {
   HW_CHECK(cudaSetDevice(device));
@@ -20,25 +23,14 @@ int with_device(int device) {
 }  // namespace
 
 void use_devices(int count) {
-#ifdef HOSTWEAVE_CPU_DEVICE
-  hw_cpu_config config;
-  config.devices = count;
-  configure(config);
-#endif
+  configure(count, false);
   int devices = 0;
   HW_CHECK(cudaGetDeviceCount(&devices));
   if (devices < count)
     throw ExecutionError("needs " + std::to_string(count) + " devices, and there are " + std::to_string(devices));
 }
 
-void use_processes() {
-#ifdef HOSTWEAVE_CPU_DEVICE
-  hw_cpu_config config;
-  config.devices = 1;
-  config.processes = 1;
-  configure(config);
-#endif
-}
+void use_processes() { configure(1, true); }
 
 World::World(const ncclUniqueId& id, int device, int rank, int size) : rank_(with_device(device), rank, size) {
   communicator(id, rank, size);
