@@ -2,6 +2,10 @@
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
+#else  // without NVTX; `hostweave doctor` reports that
+#define nvtxRangePushA(name) static_cast<void>(name)
+#define nvtxRangePop()
+#endif
 
 namespace hw {
 
@@ -10,13 +14,3 @@ Range::Range(const char* name) { nvtxRangePushA(name); }
 Range::~Range() { nvtxRangePop(); }
 
 }  // namespace hw
-#else  // without NVTX; `hostweave doctor` reports that
-
-namespace hw {
-
-Range::Range(const char*) {}
-
-Range::~Range() {}
-
-}  // namespace hw
-#endif
