@@ -2,8 +2,6 @@
 //
 // NCCL makes streams wait for values in device memory (cuStreamBatchMemOp), and ncclCommAbort does not end these waits. The graph
 // of a captured wait contains the address of one of the values. Large values in the allocation at that address end all waits.
-#include "signals_cuda.h"
-
 #include <nccl.h>
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && \
     !defined(HOSTWEAVE_CPU_DEVICE)  // Since version 2.32, NCCL can create signals with the communicator.

@@ -9,7 +9,6 @@
 #include "hostweave/check.h"
 #include "hostweave/driver_function.h"
 #include "hostweave/errors.h"
-#include "signals_cuda.h"
 #include "target.h"
 
 namespace hw::target {
