@@ -19,11 +19,7 @@ Grid grid_of(int64_t batch, int64_t heads, int64_t rows) {
 
 cudaError_t load_attention(const AttentionKernels& kernels) {
   if (!kernels.attend) fail_without_nvcc();
-  for (const auto kernel :
-       {kernels.attend, kernels.differentiate_queries, kernels.differentiate_keys, kernels.differentiate_bias}) {
-    if (const cudaError_t status = load(kernel); status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
+  return load_all({kernels.attend, kernels.differentiate_queries, kernels.differentiate_keys, kernels.differentiate_bias});
 }
 
 cudaError_t attend(const AttentionKernels& kernels, const AttentionKernel& p, cudaStream_t stream) {

@@ -48,23 +48,14 @@ ProductEnd<Result> end_of(const FewRowsProduct& product) {
 template <class T, class Result>
 struct Kernels {
   using Kernel = void (*)(FewRows<T, 1>, ProductEnd<Result>);
+  static constexpr Kernel kKernels[] = {multiply_few_rows, multiply_few_rows_transposed, multiply_few_rows_by_large_blocks,
+                                        multiply_few_rows_transposed_by_large_blocks};
 
-  static Kernel kernel(bool transposed, int threads) {
-    const Kernel of_blocks[2][2] = {{multiply_few_rows, multiply_few_rows_transposed},
-                                    {multiply_few_rows_by_large_blocks, multiply_few_rows_transposed_by_large_blocks}};
-    return of_blocks[threads == kLargeProductThreads][transposed];
-  }
-  static cudaError_t load() {
-    for (const bool transposed : {false, true}) {
-      for (const int threads : {kProductThreads, kLargeProductThreads}) {
-        if (const cudaError_t status = hw::load(kernel(transposed, threads)); status != cudaSuccess) return status;
-      }
-    }
-    return cudaSuccess;
-  }
+  static cudaError_t load() { return load_all(kKernels); }
   static cudaError_t multiply(const FewRowsProduct& product, cudaStream_t stream) {
     const Grid grid = grid_of_product(product.operands.columns, product.operands.depth);
-    return launch_pdl(kernel(product.transposed, grid.threads), grid, stream, operands_of<T>(product), end_of<Result>(product));
+    const Kernel kernel = kKernels[2 * (grid.threads == kLargeProductThreads) + product.transposed];
+    return launch_pdl(kernel, grid, stream, operands_of<T>(product), end_of<Result>(product));
   }
   static constexpr FewRowsKernels kTable{load, multiply};
 };
@@ -72,31 +63,20 @@ struct Kernels {
 template <class Result>
 struct ScaledKernels {
   using Kernel = void (*)(FewRows<f8e4m3, 1>, ProductScales, ProductEnd<Result>);
+  static constexpr Kernel kKernels[] = {multiply_few_scaled_rows,
+                                        multiply_few_rows_of_scaled_blocks,
+                                        multiply_few_scaled_rows_by_large_blocks,
+                                        multiply_few_rows_of_scaled_blocks_by_large_blocks,
+                                        multiply_16_scaled_rows,
+                                        multiply_16_rows_of_scaled_blocks};
 
-  static Kernel kernel(bool of_blocks, bool many, int threads) {
-    const Kernel of_many[] = {multiply_16_scaled_rows, multiply_16_rows_of_scaled_blocks};
-    if (many) return of_many[of_blocks];
-    const Kernel of_sizes[2][2] = {
-        {multiply_few_scaled_rows, multiply_few_rows_of_scaled_blocks},
-        {multiply_few_scaled_rows_by_large_blocks, multiply_few_rows_of_scaled_blocks_by_large_blocks}};
-    return of_sizes[threads == kLargeProductThreads][of_blocks];
-  }
-  static cudaError_t load() {
-    for (const bool of_blocks : {false, true}) {
-      for (const bool many : {false, true}) {
-        for (const int threads : {kProductThreads, kLargeProductThreads}) {
-          if (const cudaError_t status = hw::load(kernel(of_blocks, many, threads)); status != cudaSuccess) return status;
-        }
-      }
-    }
-    return cudaSuccess;
-  }
+  static cudaError_t load() { return load_all(kKernels); }
   static cudaError_t multiply(const FewRowsProduct& product, cudaStream_t stream) {
     const auto& [rows, depth, columns, x, x_pitch, weights, pitch] = product.operands;
     const bool of_blocks = product.scales.x.block_step != 0, many = rows > kFewRows;
     const Grid grid = many ? grid_of_products<kProductThreads, 2>(columns, depth) : grid_of_product(columns, depth);
-    return launch_pdl(kernel(of_blocks, many, grid.threads), grid, stream, operands_of<f8e4m3>(product), product.scales,
-                      end_of<Result>(product));
+    const Kernel kernel = kKernels[2 * (many ? 2 : grid.threads == kLargeProductThreads) + of_blocks];
+    return launch_pdl(kernel, grid, stream, operands_of<f8e4m3>(product), product.scales, end_of<Result>(product));
   }
   static constexpr FewRowsKernels kTable{load, multiply};
 };

@@ -232,6 +232,14 @@ cudaError_t load(void (*kernel)(Params...)) {
 #endif
 }
 
+template <class Kernel, size_t n>
+cudaError_t load_all(const Kernel (&kernels)[n]) {
+  for (const Kernel kernel : kernels) {
+    if (const cudaError_t status = load(kernel); status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 template <class... Params>
 const void* function_of(void (*kernel)(Params...)) {
 #ifdef HOSTWEAVE_JIT
