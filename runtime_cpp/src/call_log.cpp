@@ -225,8 +225,6 @@ struct CallLog::Calls {
 
 CallLog::CallLog() = default;
 
-CallLog::~CallLog() = default;
-
 constinit thread_local CallLog* CallLog::current_ = nullptr;
 
 // --- calls

@@ -69,8 +69,6 @@ struct Milestones::All {
 
 Milestones::Milestones() = default;
 
-Milestones::~Milestones() = default;
-
 bool Milestones::prepare_capture(bool wanted) {
   const std::lock_guard lock(all_->mutex);
   if (wanted && !all_->words) all_->words.emplace();

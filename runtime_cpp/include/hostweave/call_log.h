@@ -28,8 +28,6 @@ class BesideCaptures {
 class CallLog {
  public:
   CallLog();
-  ~CallLog();
-  CallLog(CallLog&&) = delete;
 
   // The log to which the current thread adds lines, or null.
   static CallLog* current() { return current_; }

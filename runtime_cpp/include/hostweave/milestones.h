@@ -14,8 +14,6 @@ namespace hw {
 class Milestones {
  public:
   Milestones();
-  ~Milestones();
-  Milestones(Milestones&&) = delete;
 
   static constexpr int kNone = -1;
 
