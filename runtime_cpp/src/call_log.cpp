@@ -23,8 +23,9 @@ namespace {
 
 using LogClock = std::chrono::steady_clock;
 
+enum class Kind : uint8_t { work, record, wait, signal, wait_signal, transfer, collective };
+
 struct LoggedOp {
-  enum class Kind : uint8_t { work, record, wait, signal, wait_signal, transfer, collective };
   Kind kind = Kind::work;
   cudaStream_t stream = nullptr;
   cudaEvent_t event = nullptr;
@@ -78,8 +79,8 @@ class CallSolver {
       Queue& queue = queue_of(op.stream);
       queue.ops.push_back(i);
       if (op.milestone != Milestones::kNone && milestones.is_done(op.milestone, times)) queue.at = queue.ops.size();
-      if (op.kind == LoggedOp::Kind::record) last[op.event] = i;
-      const auto found = op.kind == LoggedOp::Kind::wait ? last.find(op.event) : last.end();
+      if (op.kind == Kind::record) last[op.event] = i;
+      const auto found = op.kind == Kind::wait ? last.find(op.event) : last.end();
       records_[i] = found != last.end() ? found->second : kNoRecord;
     }
     for (Queue& queue : queues) {
@@ -139,43 +140,40 @@ struct CallLog::Calls {
   std::shared_ptr<LoggedOps> adding;
   std::vector<std::shared_ptr<LoggedOps>> of_graphs;
   std::vector<LoggedOp> noted;  // ops of the current line of program.cpp
-  cudaStream_t stream = nullptr;
-  bool has_stream = false;
+  std::optional<cudaStream_t> stream;
   const Channel* channel = nullptr;
   std::vector<int> peers;
   int groups = 0;
   bool in_group = false;
   std::vector<cudaEvent_t> recorded;
 
-  void note(LoggedOp op) { noted.push_back(op); }
-
   void next_line() {
     noted.clear();
     peers.clear();
-    has_stream = false;
+    stream.reset();
     channel = nullptr;
   }
 
   // Logs the rest of a line: transfers if the line has peers, otherwise a collective if the line has a channel, otherwise work if
   // nothing is logged yet.
   void note_rest() {
-    LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
+    LoggedOp op{.stream = stream.value_or(adding->caller), .channel = channel};
     if (!peers.empty()) {
       for (const int peer : peers) {
-        op.kind = LoggedOp::Kind::transfer;
+        op.kind = Kind::transfer;
         op.peer = channel->world_rank(peer);
-        note(op);
+        noted.push_back(op);
       }
     } else if (channel || noted.empty()) {
-      op.kind = channel ? LoggedOp::Kind::collective : LoggedOp::Kind::work;
-      note(op);
+      op.kind = channel ? Kind::collective : Kind::work;
+      noted.push_back(op);
     }
   }
 
   // True if the op needs a milestone after it.
   bool has_milestone(const LoggedOp& op) {
-    if (op.kind == LoggedOp::Kind::record) recorded.push_back(op.event);
-    return op.is_outer() && (op.kind != LoggedOp::Kind::wait || std::ranges::find(recorded, op.event) == recorded.end());
+    if (op.kind == Kind::record) recorded.push_back(op.event);
+    return op.is_outer() && (op.kind != Kind::wait || std::ranges::find(recorded, op.event) == recorded.end());
   }
 
   int milestone(cudaStream_t on) {
@@ -297,7 +295,6 @@ void CallLog::forget(LoggedOps* ops) {
 
 void CallLog::on(cudaStream_t stream, const char* name, int index) {
   calls_->stream = stream;
-  calls_->has_stream = true;
   if (!name || calls_->names.contains(stream)) return;
   const std::lock_guard lock(calls_->mutex);
   calls_->names[stream] = std::string(name) + "[" + std::to_string(index) + "]";
@@ -308,21 +305,21 @@ void CallLog::over(const Channel& channel) { calls_->channel = &channel; }
 void CallLog::with_peer(int peer) { calls_->peers.push_back(peer); }
 
 void CallLog::records(cudaEvent_t event, cudaStream_t stream) {
-  calls_->note({.kind = LoggedOp::Kind::record, .stream = stream, .event = event});
+  calls_->noted.push_back({.kind = Kind::record, .stream = stream, .event = event});
 }
 
 void CallLog::awaits(cudaEvent_t event, cudaStream_t stream) {
-  calls_->note({.kind = LoggedOp::Kind::wait, .stream = stream, .event = event});
+  calls_->noted.push_back({.kind = Kind::wait, .stream = stream, .event = event});
 }
 
 void CallLog::gives_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream) {
   const int rank = static_cast<int>(channel.world_rank(peer));
-  calls_->note({.kind = LoggedOp::Kind::signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
+  calls_->noted.push_back({.kind = Kind::signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
 }
 
 void CallLog::awaits_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream) {
   const int rank = static_cast<int>(channel.world_rank(peer));
-  calls_->note({.kind = LoggedOp::Kind::wait_signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
+  calls_->noted.push_back({.kind = Kind::wait_signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
 }
 
 // NCCL begins the calls of a group together. So the group needs only one milestone per stream.
@@ -350,7 +347,7 @@ void CallLog::line(const char* call, const char* file, int number) {
   for (LoggedOp& op : calls.noted) {
     op.line = number;
     op.call = call;
-    if (calls.in_group && op.kind >= LoggedOp::Kind::transfer) {
+    if (calls.in_group && op.kind >= Kind::transfer) {
       op.group = calls.groups;
     } else if (calls.has_milestone(op)) {
       op.milestone = calls.milestone(op.stream);
@@ -391,14 +388,12 @@ Standstill::Stream CallLog::Calls::describe(const LoggedCall& call, const CallSo
                             .number = op.number};
   if (queue.at > 0) stream.done = line_of(queue.ops[queue.at - 1]);
   if (op.channel) stream.channel = op.channel->name();
-  const auto collectives = [&](const LoggedOp& one) {
-    return one.kind == LoggedOp::Kind::collective && one.channel == op.channel;
-  };
+  const auto collectives = [&](const LoggedOp& one) { return one.kind == Kind::collective && one.channel == op.channel; };
   switch (op.kind) {
-    case LoggedOp::Kind::work:
-    case LoggedOp::Kind::record:
+    case Kind::work:
+    case Kind::record:
       break;
-    case LoggedOp::Kind::wait:
+    case Kind::wait:
       stream.edge = Standstill::Edge::call_before;
       if (const size_t record = solver.record_of(next); record != kNoRecord) {
         stream.edge = Standstill::Edge::event;
@@ -406,19 +401,19 @@ Standstill::Stream CallLog::Calls::describe(const LoggedCall& call, const CallSo
         stream.from_stream = name_of(ops[record].stream, *call.ops);
       }
       break;
-    case LoggedOp::Kind::signal:
-    case LoggedOp::Kind::wait_signal:
-      stream.edge = op.kind == LoggedOp::Kind::signal ? Standstill::Edge::credit : Standstill::Edge::signal;
+    case Kind::signal:
+    case Kind::wait_signal:
+      stream.edge = op.kind == Kind::signal ? Standstill::Edge::credit : Standstill::Edge::signal;
       stream.ranks = {op.peer};
       break;
-    case LoggedOp::Kind::transfer:
+    case Kind::transfer:
       stream.edge = Standstill::Edge::transfer;
       for (const size_t i : queue.ops) {
         const bool begins = i == next || (op.group != 0 && ops[i].group == op.group);
         if (begins && std::ranges::find(stream.ranks, ops[i].peer) == stream.ranks.end()) stream.ranks.push_back(ops[i].peer);
       }
       break;
-    case LoggedOp::Kind::collective:
+    case Kind::collective:
       stream.edge = Standstill::Edge::collective;
       stream.ranks = op.channel->ranks();
       stream.nth = std::count_if(ops.begin(), ops.begin() + static_cast<std::ptrdiff_t>(next) + 1, collectives);
@@ -457,7 +452,7 @@ void CallLog::look(Standstill& standstill) {
     }
   }
   for (size_t i = 0; i < ops.size(); ++i) {
-    if (ops[i].kind == LoggedOp::Kind::collective) begun[ops[i].channel] += solver.is_done(i) || is_next[i];
+    if (ops[i].kind == Kind::collective) begun[ops[i].channel] += solver.is_done(i) || is_next[i];
   }
   for (const auto& [channel, count] : begun) standstill.begun.push_back({channel->name(), channel->ranks(), count});
 }
