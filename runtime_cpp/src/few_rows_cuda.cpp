@@ -84,10 +84,7 @@ struct ScaledKernels {
 }  // namespace
 
 const FewRowsKernels* few_rows_kernels(cudaDataType_t operands, cudaDataType_t result) {
-  int device = 0, major = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return nullptr;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return nullptr;
-  if (major < 8) return nullptr;  // Tensor cores of older GPUs lack bf16.
+  if (attribute_of_device(cudaDevAttrComputeCapabilityMajor) < 8) return nullptr;  // Tensor cores of older GPUs lack bf16.
   if (operands == CUDA_R_16BF && result == CUDA_R_16BF) return &Kernels<bf16, bf16>::kTable;
   if (operands == CUDA_R_16BF && result == CUDA_R_32F) return &Kernels<bf16, float>::kTable;
   if (operands == CUDA_R_16F && result == CUDA_R_16F) return &Kernels<f16, f16>::kTable;

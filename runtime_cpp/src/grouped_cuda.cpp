@@ -46,12 +46,8 @@ using WarpgroupKernel = void (*)(GroupedProblem, GroupedMaps, T);
 
 // Only Hopper has warpgroup matrix instructions. The result is cached, because a process uses GPUs of one kind.
 bool has_warpgroups() {
-  static const bool has = [] {
-    int device = 0, major = 0, minor = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 && minor == 0;
-  }();
+  static const bool has = attribute_of_device(cudaDevAttrComputeCapabilityMajor) == 9 &&
+                          attribute_of_device(cudaDevAttrComputeCapabilityMinor, -1) == 0;
   return has;
 }
 

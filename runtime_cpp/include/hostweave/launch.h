@@ -46,20 +46,22 @@ constexpr int kMostBlocks = 8;  // portable maximum cluster size
 // The whole grid sorts each row if all elements are sorted, and (row length) / (number of rows) is at least this number.
 constexpr int64_t kOrderedByAll = 65536;
 
+#ifdef HOSTWEAVE_CPU_DEVICE
+inline int64_t multiprocessors() { return 1; }
+#else
+// Attribute of the current device; `otherwise` if CUDA fails.
+inline int attribute_of_device(cudaDeviceAttr attribute, int otherwise = 0) {
+  int device = 0, found = 0;
+  const bool is_known = cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&found, attribute, device) == cudaSuccess;
+  return is_known ? found : otherwise;
+}
+
 // Number of multiprocessors of each GPU. A process uses GPUs of one kind.
 inline int64_t multiprocessors() {
-#ifdef HOSTWEAVE_CPU_DEVICE
-  return 1;
-#else
-  static const int64_t count = [] {
-    int device = 0, found = 1;
-    const bool is_known = cudaGetDevice(&device) == cudaSuccess &&
-                          cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
-    return is_known ? found : 1;
-  }();
+  static const int64_t count = attribute_of_device(cudaDevAttrMultiProcessorCount, 1);
   return count;
-#endif
 }
+#endif
 
 // Number of blocks that run at once, with kProductThreads or kRowThreads threads per block: two per multiprocessor.
 inline int64_t blocks_at_once() { return 2 * multiprocessors(); }
