@@ -87,8 +87,7 @@ cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), void*
   told = nullptr;
   if (!kept)
     throw std::logic_error("a kernel does not begin with HW_TOUCHES(...): it has to say which elements it reads and writes");
-  const std::vector<hw_cpu_range>& ranges = *kept;
-  return hw_cpu_launch("kernel", stream, run, closure, closure_bytes, ranges.data(), static_cast<int>(ranges.size()));
+  return hw_cpu_launch("kernel", stream, run, closure, closure_bytes, kept->data(), static_cast<int>(kept->size()));
 }
 
 }  // namespace hw

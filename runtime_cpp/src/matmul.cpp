@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -98,8 +97,7 @@ Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
     p.a.rows = p.c.rows = p.a.rows * batch.count;
     p.outer.erase(p.outer.begin());
   }
-  const auto largest =
-      std::max_element(p.outer.begin(), p.outer.end(), [](const Batch& x, const Batch& y) { return x.count < y.count; });
+  const auto largest = std::ranges::max_element(p.outer, {}, &Batch::count);
   if (largest != p.outer.end()) {
     p.batch = *largest;
     p.outer.erase(largest);
@@ -311,17 +309,15 @@ MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t resu
 }
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
-  current_ = plans_->of.find({a, b, c}, [&] { return std::unique_ptr<Plan>(planned(a, b, c)); }).get();
-}
-
-MatmulPlan::Plan* MatmulPlan::planned(const Strided& a, const Strided& b, const Strided& c) const {
-  std::unique_ptr<Plan> plan(new Plan{simplified(a, b, c)});
-  const Problem& p = plan->problem;
-  plan->swapped = !last_two_dims(c).row_major();
-  plan->empty = p.c.rows == 0 || p.c.columns == 0 || std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
-  if (!plan->empty) describe(*plan);
-  if (!plan->empty) load_kernels(*plan);
-  return plan.release();
+  const auto make = [&] {
+    std::unique_ptr<Plan> plan(new Plan{simplified(a, b, c)});
+    plan->swapped = !last_two_dims(c).row_major();
+    plan->empty = std::count(c.shape.dims, c.shape.dims + c.shape.ndim, 0) > 0;
+    if (!plan->empty) describe(*plan);
+    if (!plan->empty) load_kernels(*plan);
+    return plan;
+  };
+  current_ = plans_->of.find({a, b, c}, make).get();
 }
 
 const void* MatmulPlan::zeros(size_t bytes) const {
@@ -376,7 +372,7 @@ void MatmulPlan::describe(Plan& plan) const {
   }
   plan.recommended = found.front();
   if (found.size() > 1) {
-    const auto measure = [&] { return fastest(plan, found.data(), static_cast<int>(found.size())); };
+    const auto measure = [&] { return fastest(plan, found); };
     plan.aligned = measured_algorithms().find(
         plan.text({operands_, scaling_.operand_b, result_, epilogue_, compute_, scaling_.a, scaling_.b}), measure);
   }
@@ -415,7 +411,7 @@ cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue
 }
 
 // Selects an algorithm by its median time with cold caches. A later algorithm must be clearly faster (kClearly).
-cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
+cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const std::vector<cublasLtMatmulAlgo_t>& algorithms) const {
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());
   DeviceMemory memory, other, scales;
@@ -424,7 +420,7 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
   HW_CHECK(cudaMemsetAsync(scratch, 0, memory.bytes(), stream));
   const Event begin(cudaEventDefault), end(cudaEventDefault);
   float least = 0;
-  for (const cublasLtMatmulAlgo_t& algorithm : std::span(algorithms, count)) {
+  for (const cublasLtMatmulAlgo_t& algorithm : algorithms) {
     plan.aligned = &algorithm;
     std::array<float, kTimings> times;
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;

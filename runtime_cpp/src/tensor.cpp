@@ -1,5 +1,6 @@
 #include "hostweave/tensor.h"
 
+#include <algorithm>
 #include <map>
 #include <string>
 
@@ -38,11 +39,8 @@ std::string type_name(const std::string& dtype, const Shape& shape) {
 }
 
 bool fits(const Shape& shape, const Shape& expected) {
-  if (shape.ndim != expected.ndim) return false;
-  for (int i = 0; i < shape.ndim; ++i) {
-    if (shape[i] < 0 || (expected[i] != kAny && shape[i] != expected[i])) return false;
-  }
-  return true;
+  return std::equal(shape.dims, shape.dims + shape.ndim, expected.dims, expected.dims + expected.ndim,
+                    [](int64_t size, int64_t wanted) { return size >= 0 && (wanted == kAny || size == wanted); });
 }
 
 int64_t elements(const Shape& shape) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <vector>
 
 #include "hostweave/hidden.h"
 #include "hostweave/rank.h"
@@ -69,10 +70,9 @@ class MatmulPlan {
   cublasStatus_t one_batch(const Plan& plan, const void* a, const void* b, void* c, Stream stream,
                            const Epilogue& epilogue) const;
   bool has_bias() const { return (epilogue_ & CUBLASLT_EPILOGUE_BIAS) != 0; }
-  Plan* planned(const Strided& a, const Strided& b, const Strided& c) const;  // makes a new plan
   void describe(Plan& plan) const;
   void load_kernels(const Plan& plan) const;
-  cublasLtMatmulAlgo_t fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const;
+  cublasLtMatmulAlgo_t fastest(Plan& plan, const std::vector<cublasLtMatmulAlgo_t>& algorithms) const;
   const void* zeros(size_t bytes) const;
   void describe_scales(Plan& plan) const;
   cublasStatus_t set_scales(const Plan& plan, const Epilogue& epilogue) const;
