@@ -61,13 +61,6 @@ int loaded_nccl() {
 }
 #endif
 
-// Before NCCL 2.30.7, a captured wait waits for a fixed count. So the wait would end too early at the second launch of the graph.
-void expect_signals_in_graphs() {
-#ifndef HOSTWEAVE_CPU_DEVICE
-  if (loaded_nccl() < NCCL_VERSION(2, 30, 7)) too_old("NCCL 2.30.7 or later in a CUDA graph");
-#endif
-}
-
 }  // namespace
 
 void expect_one_sided_calls() {
@@ -256,7 +249,11 @@ size_t WindowArena::offset(const void* address) const {
 cudaError_t WindowArena::begin_call(cudaStream_t caller) const {
   for (const auto& users : windows_->users_) {
     if (const cudaError_t error = users->calls.begin_call(caller)) return error;
-    if (users->calls.capturing() && !windows_->by_peers()) expect_signals_in_graphs();
+#ifndef HOSTWEAVE_CPU_DEVICE
+    // Before NCCL 2.30.7, a captured wait waits for a fixed count. So the wait would end too early at the second launch.
+    if (users->calls.capturing() && !windows_->by_peers() && loaded_nccl() < NCCL_VERSION(2, 30, 7))
+      too_old("NCCL 2.30.7 or later in a CUDA graph");
+#endif
   }
   return cudaSuccess;
 }
