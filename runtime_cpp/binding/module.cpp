@@ -185,7 +185,7 @@ hw::Table table_of(const std::vector<std::optional<uintptr_t>>& bound) {
   std::vector<std::optional<void*>> pointers;
   for (const std::optional<uintptr_t>& address : bound)
     pointers.push_back(address ? std::optional(reinterpret_cast<void*>(*address)) : std::nullopt);
-  return hw::Table(std::move(pointers));
+  return {std::move(pointers)};
 }
 
 void run(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,

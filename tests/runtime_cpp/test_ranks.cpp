@@ -163,7 +163,7 @@ TEST(ranks_that_have_graphs_can_be_given_up) {
   Ranks ranks;
   float at = 0;
   std::array<std::unique_ptr<hw::Graph>, kRanks> graphs;
-  const hw::Table table({std::nullopt});
+  const hw::Table table{{std::nullopt}};
   for (const std::string& error : ranks.each([&](int r) { graphs[r] = ranks.instances[r]->capture(table, {&at}, {&at}); }))
     EXPECT(error.empty());
   const auto begun = std::chrono::steady_clock::now();

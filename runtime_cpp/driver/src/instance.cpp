@@ -85,11 +85,11 @@ bool Pulse::stands_still() {
 }
 
 CallLog::State Progress::look() {
-  CallLog::State state = log_.state();
+  CallLog::State state = log.state();
   const BesideCaptures beside;
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now();
-  stands_since_ = pulse_.stands_still() ? std::min(stands_since_, now) : Clock::time_point::max();
+  stands_since_ = pulse.stands_still() ? std::min(stands_since_, now) : Clock::time_point::max();
   state.waiting_seconds = std::max(state.waiting_seconds, std::chrono::duration<double>(now - stands_since_).count());
   return state;
 }
@@ -102,7 +102,7 @@ CallLog::State Instance::progress() {
 Standstill Instance::standstill() {
   const OnDevice device(member_.rank().device());
   Standstill standstill;
-  progress_->log().look(standstill);
+  progress_->log.look(standstill);
   return standstill;
 }
 
@@ -111,7 +111,7 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
   const Member::Use use(member_);
   progress_.emplace();
   // This call allocates memory, which is impossible in a capture.
-  marks_graphs_ = progress_->log().prepare_capture(marks_graphs);
+  marks_graphs_ = progress_->log.prepare_capture(marks_graphs);
   prepare_to_straighten();
   instance_ = program_.calls.create(member_.rank());
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
@@ -166,10 +166,10 @@ std::vector<void*> Instance::memory() const {
 
 void Table::fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const {
   const auto is_free = [](const std::optional<void*>& data) { return !data; };
-  if (inputs.size() != static_cast<size_t>(std::ranges::count_if(bound_, is_free)) || bound_.size() != tensors.size())
+  if (inputs.size() != static_cast<size_t>(std::ranges::count_if(bound, is_free)) || bound.size() != tensors.size())
     throw ArgumentError("a wrong number of arrays");
   auto next = inputs.begin();
-  for (size_t i = 0; i < tensors.size(); ++i) tensors[i].data = bound_[i] ? *bound_[i] : *next++;
+  for (size_t i = 0; i < tensors.size(); ++i) tensors[i].data = bound[i] ? *bound[i] : *next++;
 }
 
 void Instance::take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs) {
@@ -194,7 +194,7 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
 }
 
 void Instance::enqueue(cudaStream_t caller, bool is_marked) {
-  const CallLog::Adding adding(progress_->log(), caller, is_marked);
+  const CallLog::Adding adding(progress_->log, caller, is_marked);
   program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
 }
 
@@ -213,9 +213,9 @@ std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<v
 
 void Instance::make_call(cudaStream_t caller, const std::function<void()>& work) {
   const Range range(program_.name);
-  progress_->log().begin_call();
+  progress_->log.begin_call();
   work();
-  progress_->log().end_call(caller);
+  progress_->log.end_call(caller);
 }
 
 void Instance::in_use(const Schedule& schedule, const std::function<void()>& work) {
@@ -244,12 +244,12 @@ void Instance::or_stop(const std::function<void()>& work) {
 
 void Instance::enqueue_captured(cudaStream_t caller) {
   captured([&] {
-    progress_->pulse().begin(caller);
-    const CallLog::Adding adding(progress_->log(), caller, marks_graphs_);
-    progress_->log().begins_launch();
+    progress_->pulse.begin(caller);
+    const CallLog::Adding adding(progress_->log, caller, marks_graphs_);
+    progress_->log.begins_launch();
     program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
-    progress_->log().ends_launch();
-    progress_->pulse().end(caller);
+    progress_->log.ends_launch();
+    progress_->pulse.end(caller);
   });
 }
 
@@ -258,7 +258,7 @@ std::unique_ptr<Graph> Instance::capture_taken() {
     const OwnStream stream;
     const CallOrder::OfKernels order;
     const cudaGraph_t graph = captured_on(stream, [&] { enqueue(stream, marks_graphs_); });
-    return std::make_unique<Graph>(member_, graph, stream, progress_->log());
+    return std::make_unique<Graph>(member_, graph, stream, progress_->log);
   });
 }
 

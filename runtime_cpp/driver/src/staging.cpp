@@ -34,7 +34,7 @@ void see(int device, int peer) {
 
 StagedCalls::StagedCalls(Instance& instance)
     : instance_(instance),
-      nothing_bound_(std::vector<std::optional<void*>>(instance.inputs())),
+      nothing_bound_{std::vector<std::optional<void*>>(instance.inputs())},
       device_(instance.member().device()) {
   const Member::Use use(instance_.member());
   HW_CHECK(cudaStreamCreateWithFlags(&caller_, cudaStreamNonBlocking));

@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "hostweave/abi.h"
@@ -48,16 +47,14 @@ class Pulse {
 // Progress of a program's calls. Only one thread at a time makes calls. Any thread may read the progress.
 class Progress {
  public:
-  CallLog& log() { return log_; }
-  // The pulse of graphs that the application launches.
-  Pulse& pulse() { return pulse_; }
   CallLog::State look();
+
+  CallLog log;
+  Pulse pulse;  // for graphs that the application launches
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  CallLog log_;
-  Pulse pulse_;
   std::mutex mutex_;                                           // guards the next member
   Clock::time_point stands_since_ = Clock::time_point::max();  // time of the first look() at which a graph launch stood still
 };
@@ -82,15 +79,11 @@ class Graph {
 };
 
 // Inputs of many calls: the addresses of bound inputs. nullopt marks an input that every call passes.
-class Table {
- public:
-  explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
+struct Table {
+  std::vector<std::optional<void*>> bound;
 
   // Sets the addresses of `tensors`. Throws ArgumentError if the number of `inputs` or of `tensors` is wrong.
   void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
-
- private:
-  std::vector<std::optional<void*>> bound_;
 };
 
 // Policy for launching calls as graphs.
