@@ -12,7 +12,7 @@ namespace {
 using Call = int (*)(int64_t key, void* const* arrays, void* stream, char* problem, int64_t bytes);
 Call call = nullptr;
 
-ffi::Error run(ffi::RemainingArgs inputs, ffi::RemainingRets outputs, int64_t key, void* stream) {
+ffi::Error run(void* stream, ffi::RemainingArgs inputs, ffi::RemainingRets outputs, int64_t key) {
   std::vector<void*> arrays;
   for (size_t i = 0; i < inputs.size(); ++i) arrays.push_back(inputs.get<ffi::AnyBuffer>(i)->untyped_data());
   for (size_t i = 0; i < outputs.size(); ++i) arrays.push_back((*outputs.get<ffi::AnyBuffer>(i))->untyped_data());
@@ -22,11 +22,7 @@ ffi::Error run(ffi::RemainingArgs inputs, ffi::RemainingRets outputs, int64_t ke
 }
 
 ffi::Error run_cpu(ffi::RemainingArgs inputs, ffi::RemainingRets outputs, int64_t key) {
-  return run(inputs, outputs, key, nullptr);
-}
-
-ffi::Error run_cuda(void* stream, ffi::RemainingArgs inputs, ffi::RemainingRets outputs, int64_t key) {
-  return run(inputs, outputs, key, stream);
+  return run(nullptr, inputs, outputs, key);
 }
 
 }  // namespace
@@ -35,5 +31,5 @@ extern "C" void hostweave_jax_calls(Call of_python) { call = of_python; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hostweave_jax_cpu, run_cpu, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("key"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    hostweave_jax_cuda, run_cuda,
+    hostweave_jax_cuda, run,
     ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().RemainingArgs().RemainingRets().Attr<int64_t>("key"));
