@@ -22,13 +22,7 @@ Heads bias_of(const std::optional<Strided>& x) {
   const int n = x->shape.ndim;
   const auto size = [&](int dim) { return dim <= n ? x->shape[n - dim] : 1; };  // dims counted from the last
   const auto stride = [&](int dim) { return size(dim) == 1 ? 0 : x->strides[n - dim]; };
-  return {.batch = size(4),
-          .heads = size(3),
-          .rows = size(2),
-          .size = size(1),
-          .batch_stride = stride(4),
-          .head_stride = stride(3),
-          .row_stride = stride(2)};
+  return {size(4), size(3), size(2), size(1), stride(4), stride(3), stride(2)};
 }
 
 template <class Memory>

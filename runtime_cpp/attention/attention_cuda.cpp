@@ -27,8 +27,7 @@ std::shared_ptr<void> allocated(int64_t bytes) {
 }
 
 bool are_aligned(const std::vector<const void*>& operands) {
-  return std::all_of(operands.begin(), operands.end(),
-                     [](const void* x) { return reinterpret_cast<uintptr_t>(x) % kAlignment == 0; });
+  return std::ranges::all_of(operands, [](const void* x) { return reinterpret_cast<uintptr_t>(x) % kAlignment == 0; });
 }
 
 // Zeroes rows `begin` to `end` of every head.
@@ -212,12 +211,6 @@ class Engine {
   static constexpr int kMostEngines = 8;
 };
 
-// Zeroes gradients of columns to which no row attends.
-cudaError_t clear(const Gradients& of, void* k_gradient, void* v_gradient, int64_t first, cudaStream_t stream) {
-  const cudaError_t status = clear(k_gradient, of.k, first, of.k.rows, stream);
-  return status == cudaSuccess ? clear(v_gradient, of.v, first, of.v.rows, stream) : status;
-}
-
 // Describes packed sequences to cuDNN, with one batch element per sequence. The maximum length of a sequence is the number of
 // rows of a batch element.
 AttentionProblem of_sequences(AttentionProblem p) {
@@ -360,7 +353,10 @@ struct OnCuda : PlannedAttention {
       HW_CHECK(outside(v_gradient, gradients.v, whole, call.offsets, 0, stream));
       if (parts.empty()) return cudaSuccess;
     }
-    cudaError_t status = clear(gradients, k_gradient, v_gradient, parts.empty() ? 0 : columns, stream);
+    // No row attends to the columns from `unseen` on, so their gradients are zero.
+    const int64_t unseen = parts.empty() ? 0 : columns;
+    cudaError_t status = clear(k_gradient, gradients.k, unseen, gradients.k.rows, stream);
+    if (status == cudaSuccess) status = clear(v_gradient, gradients.v, unseen, gradients.v.rows, stream);
     const auto at = [](const void* base, const Heads& x, int64_t row) {
       return static_cast<const char*>(base) + row * x.row_stride * 2;
     };

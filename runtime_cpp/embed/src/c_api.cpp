@@ -54,11 +54,7 @@ void expect_pointer(const void* pointer, const char* name) {
 }
 
 Tensor tensor(const hw_tensor& given) {
-  return {.data = given.data,
-          .dtype = cudaDataType_t(given.dtype),
-          .shape = shape(given.shape),
-          .device = given.device,
-          .global_shape = shape(given.global_shape)};
+  return {given.data, cudaDataType_t(given.dtype), shape(given.shape), given.device, shape(given.global_shape)};
 }
 
 hw_shape shape(const Shape& given) {
