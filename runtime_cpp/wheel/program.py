@@ -228,29 +228,26 @@ def run(*arrays: Any) -> Any:
     errors = list[BaseException]()
 
     def run_rank(rank: int) -> None:
-        world = World.__new__(World)
-        world._join(made.raw, rank, rank)
-        program = Program(world)
-        shapes = {each.name: array.shape for each, array in zip(INPUTS, arrays, strict=True)}
-        own = [
-            None if each.blocks[rank] is None else _taken(array, each.block(array.shape, rank), rank)
-            for each, array in zip(INPUTS, arrays, strict=True)
-        ]
-        program.prepare(*own, global_shapes=shapes)
-        prepared.wait()
-        results = program(*own, global_shapes=shapes)
-        outputs[rank] = (results,) if len(OUTPUTS) == 1 else results
-        program.close()
-        world.close()
-
-    def caught(rank: int) -> None:
         try:
-            run_rank(rank)
+            world = World.__new__(World)
+            world._join(made.raw, rank, rank)
+            program = Program(world)
+            shapes = {each.name: array.shape for each, array in zip(INPUTS, arrays, strict=True)}
+            own = [
+                None if each.blocks[rank] is None else _taken(array, each.block(array.shape, rank), rank)
+                for each, array in zip(INPUTS, arrays, strict=True)
+            ]
+            program.prepare(*own, global_shapes=shapes)
+            prepared.wait()
+            results = program(*own, global_shapes=shapes)
+            outputs[rank] = (results,) if len(OUTPUTS) == 1 else results
+            program.close()
+            world.close()
         except BaseException as error:
             errors.append(error)
             prepared.abort()
 
-    threads = [threading.Thread(target=caught, args=(rank,)) for rank in range(RANKS)]
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -296,8 +293,7 @@ def _key(arrays: Sequence[Any], global_shapes: Mapping[str, Sequence[int]] | Non
 
 
 def _address(array: Any) -> int:
-    address: int = array.data_ptr() if TARGET == "cuda" else array.ctypes.data
-    return address
+    return int(array.data_ptr() if TARGET == "cuda" else array.ctypes.data)
 
 
 def _empty(shape: Sequence[int], dtype: str, device: int) -> Any:
@@ -325,5 +321,4 @@ def _put(result: Any, block: Sequence[np.ndarray[Any, Any]], local: Any) -> None
 
 
 def _stream(device: int) -> int:
-    stream: int = torch.cuda.current_stream(device).cuda_stream if TARGET == "cuda" else 0
-    return stream
+    return int(torch.cuda.current_stream(device).cuda_stream) if TARGET == "cuda" else 0
