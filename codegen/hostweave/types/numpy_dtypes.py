@@ -7,7 +7,7 @@ import ml_dtypes  # noqa: F401  importing ml_dtypes registers bf16 and f8 with N
 import numpy as np
 from numpy.typing import NDArray
 
-from hostweave.types.tensor import DTYPES, DType, f8e4m3, f32
+from hostweave.types.tensor import DTYPES, INTS, DType, f8e4m3, f32
 
 _DTYPE_OF = {dtype.long_name: dtype for dtype in DTYPES.values()}
 
@@ -31,7 +31,7 @@ def computing_dtype(dtype: DType) -> np.dtype[Any]:
 def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
     """Casts as generated code does. Casts to floats of at most 16 bits round to f32 first. Floats become ints through i64 or u64. f8e4m3
     saturates."""
-    if dtype.kind in ("int", "uint") and array.dtype.kind not in "iub":
+    if dtype.kind in INTS and array.dtype.kind not in "iub":
         return _to_ints(array.astype(np.float64)).astype(numpy_dtype(dtype))
     if dtype.kind == "float" and dtype.itemsize < f32.itemsize:
         array = array.astype(np.float32)

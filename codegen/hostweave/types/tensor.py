@@ -78,6 +78,7 @@ u8 = DType("u8", 1, "uint", "uint8_t")
 bool_ = DType("bool", 1, "bool", "bool")
 
 MAX_DIMS = 8  # hw::Shape has the same limit
+FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "int", "uint"), ("bool",), ("int", "uint")  # kinds of dtypes
 DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_)}
 
 

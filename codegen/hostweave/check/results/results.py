@@ -25,13 +25,12 @@ from hostweave.check.sizes import NEAR_FACTOR, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED, DEPTH
-from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.ops.grouped import OUTER
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
 from hostweave.host_ir.expr import Const
 from hostweave.types.mesh import Mesh, Sizes
-from hostweave.types.tensor import TensorType, block_of, global_shape, holds
+from hostweave.types.tensor import INTS, TensorType, block_of, global_shape, holds
 
 SEEDS, MAX_SEEDS = 4, 12
 NEARLY = 1e-9  # f64 numbers count as equal if their difference is at most NEARLY * (1 + magnitude)

@@ -12,9 +12,8 @@ from hostweave.fusion_ir.frontend.composites import _called
 from hostweave.fusion_ir.frontend.functions import SizeLike, _size_of
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
-from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import Dim, DType, TensorType, f32, i32, i64
+from hostweave.types.tensor import INTS, Dim, DType, TensorType, f32, i32, i64
 
 
 @_called("grouped")

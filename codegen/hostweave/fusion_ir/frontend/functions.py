@@ -20,7 +20,7 @@ from hostweave.fusion_ir.ops.reductions import *  # noqa: F403
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import Dim, DType, TensorType, bf16, bool_, f32, i32
+from hostweave.types.tensor import INTS, Dim, DType, TensorType, bf16, bool_, f32, i32
 
 SizeLike = int | str | Size
 
@@ -225,7 +225,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     if count is None or count == Size(0):
         what = "the range is empty" if count else "the number of elements cannot be written as a size; count up from 0 and compute"
         raise ProgramError.here(f"arange: from {start} to before {end} by {step}, {what}")
-    counted = dtype if dtype.kind in ("int", "uint") else i32
+    counted = dtype if dtype.kind in INTS else i32
     numbers = record("iota", target=TensorType(counted, (Dim(count),)), written="arange")
     numbers = numbers if step == 1 else numbers * step
     numbers = numbers if start == 0 else numbers + start
@@ -236,7 +236,7 @@ def _constant(name: str, shape: SizeLike | Sequence[SizeLike], value: Scalar, dt
     _expect_dtype(name, dtype)
     if isinstance(value, Tensor) or not isinstance(value, int | float):
         raise ProgramError.here(f"{name}: {value!r} is not a Python number; use hw.broadcast_to on a tensor")
-    if dtype.kind in ("int", "uint", "bool"):
+    if dtype.kind in (*INTS, "bool"):
         bits = 1 if dtype == bool_ else 8 * dtype.itemsize
         least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype.kind == "int" else (0, (1 << bits) - 1)
         if value != value or value in (float("inf"), -float("inf")) or int(value) != value or not least <= value <= most:

@@ -11,10 +11,9 @@ from hostweave.fusion_ir.frontend.functions import _size_of
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops import fits
-from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.ops.indexing import MOST_CHOSEN
 from hostweave.types.size import Size
-from hostweave.types.tensor import Dim, DType, TensorType, i64, u8
+from hostweave.types.tensor import INTS, Dim, DType, TensorType, i64, u8
 
 _each, _some = all, any  # Python's built-in functions; their names are redefined below
 

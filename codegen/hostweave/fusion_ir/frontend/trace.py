@@ -17,10 +17,9 @@ from hostweave.fusion_ir.frontend.recording import being_traced, dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import CHUNKINGS, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, fits, infer_type, needs_whole, operand_types
-from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import DType, TensorType, f64
+from hostweave.types.tensor import INTS, DType, TensorType, f64
 
 # (text such as "a + b", True if bitwise) -> kind of op
 _KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}

@@ -16,8 +16,6 @@ Types = Sequence[TensorType]
 Infer = Callable[[Types, Op], TensorType]
 Indices = Callable[[Types, Op], IndexMap]
 
-FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "int", "uint"), ("bool",), ("int", "uint")  # kinds of dtypes
-
 
 class Mismatch(Exception):
     """The operands or attributes of an op are not valid. Callers turn a Mismatch into a ProgramError with the op and its location."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.definition import FLOATS, Mismatch, OpDef, Types, require, same_dtype
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, require, same_dtype
 from hostweave.fusion_ir.ops.reductions import widens
-from hostweave.types.tensor import BufferType, Dim, TensorType, i32
+from hostweave.types.tensor import FLOATS, BufferType, Dim, TensorType, i32
 
 MATMUL, OUTER = GROUPED = ("grouped_matmul", "grouped_outer")
 

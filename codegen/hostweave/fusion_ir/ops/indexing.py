@@ -10,21 +10,9 @@ from typing import Any
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, FIRST, GROUPS, HALVES, ORDER
-from hostweave.fusion_ir.ops.definition import (
-    INTS,
-    NUMBERS,
-    Infer,
-    Mismatch,
-    OpDef,
-    Types,
-    broadcast,
-    checked_axis,
-    require,
-    same_dtype,
-    unsharded,
-)
+from hostweave.fusion_ir.ops.definition import Infer, Mismatch, OpDef, Types, broadcast, checked_axis, require, same_dtype, unsharded
 from hostweave.types.size import Size
-from hostweave.types.tensor import Dim, DType, TensorType, i32, i64
+from hostweave.types.tensor import INTS, NUMBERS, Dim, DType, TensorType, i32, i64
 
 OPS: dict[str, OpDef] = {}
 

@@ -11,23 +11,8 @@ from hostweave.fusion_ir.frontend.recording import BinaryOp, Unary, record
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops.attributes import OFFSET, VALUE
-from hostweave.fusion_ir.ops.definition import (
-    BOOLS,
-    FLOATS,
-    INTS,
-    NUMBERS,
-    SIGNED,
-    Infer,
-    Mismatch,
-    OpDef,
-    Types,
-    broadcast,
-    elementwise,
-    require,
-    same_dtype,
-    unsharded,
-)
-from hostweave.types.tensor import TensorType, bool_, f32, u32
+from hostweave.fusion_ir.ops.definition import Infer, Mismatch, OpDef, Types, broadcast, elementwise, require, same_dtype, unsharded
+from hostweave.types.tensor import BOOLS, FLOATS, INTS, NUMBERS, SIGNED, TensorType, bool_, f32, u32
 
 if TYPE_CHECKING:
     from hostweave.fusion_ir.frontend.trace import Tensor
@@ -292,7 +277,7 @@ def _made_anywhere(types: Types, op: Op) -> tuple[TensorType, Types]:
 
 
 def _iota(types: Types, op: Op) -> TensorType:
-    require(op.result.type, ("int", "uint"))
+    require(op.result.type, INTS)
     if len(op.result.type.dims) != 1:
         raise Mismatch(f"iota makes a vector, not {op.result.type}; make a vector and add dims with hw.expand_dims")
     return unsharded(op.result.type)

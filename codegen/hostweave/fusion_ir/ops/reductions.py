@@ -12,22 +12,9 @@ from hostweave.fusion_ir.frontend.recording import Axis, ReductionOp, dims_of, r
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.fusion_ir.ops.attributes import AXES, CONTRACTED, COUNT, KEEPDIMS
-from hostweave.fusion_ir.ops.definition import (
-    FLOATS,
-    INTS,
-    NUMBERS,
-    Combine,
-    Infer,
-    Mismatch,
-    OpDef,
-    Types,
-    broadcast,
-    checked_axes,
-    require,
-    same_dtype,
-)
+from hostweave.fusion_ir.ops.definition import Combine, Infer, Mismatch, OpDef, Types, broadcast, checked_axes, require, same_dtype
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import Dim, DType, TensorType, f32, i64
+from hostweave.types.tensor import FLOATS, INTS, NUMBERS, Dim, DType, TensorType, f32, i64
 
 if TYPE_CHECKING:
     from hostweave.fusion_ir.frontend.trace import Tensor
@@ -182,7 +169,7 @@ def _transposed(a: TensorType, b: TensorType) -> str:
 
 def why_no_product(dtype: DType) -> str:
     """Reason why matmul does not support this dtype, or ""."""
-    if dtype.kind in ("int", "uint") or (dtype.kind == "float" and dtype.itemsize > 1):
+    if dtype.kind in INTS or (dtype.kind == "float" and dtype.itemsize > 1):
         return ""
     return f"a product of {dtype} by {dtype} is not supported; the supported dtypes are f16, bf16, f32, f64 and ints"
 
