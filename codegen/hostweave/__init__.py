@@ -17,12 +17,6 @@ from hostweave.fusion_ir.frontend import contractions as _contractions
 from hostweave.fusion_ir.frontend import experts as _experts
 from hostweave.fusion_ir.frontend import functions as _functions
 from hostweave.fusion_ir.frontend import indices as _indices
-from hostweave.fusion_ir.frontend.attention import *  # noqa: F403
-from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
-from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
-from hostweave.fusion_ir.frontend.experts import *  # noqa: F403
-from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
-from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
 from hostweave.fusion_ir.frontend.remedies import word_for
 from hostweave.fusion_ir.frontend.trace import Tensor as Tensor
 from hostweave.fusion_ir.frontend.tracing import block as block
@@ -59,6 +53,12 @@ sys.modules[f"{__name__}.errors"] = errors  # for `from hostweave.errors import 
 if TYPE_CHECKING:
     from hostweave.api import Program as Program
     from hostweave.api import compile as compile
+    from hostweave.fusion_ir.frontend.attention import *  # noqa: F403
+    from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
+    from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
+    from hostweave.fusion_ir.frontend.experts import *  # noqa: F403
+    from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
+    from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
     from hostweave.host_ir.ir import HostProgram as HostProgram
     from hostweave.runtime.group import Group as Group
     from hostweave.runtime.group import init as init
@@ -115,9 +115,9 @@ def _unknown(name: str) -> AttributeError:
 
 _OWN = ("Fusion", "Machine", "Mesh", "Network", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF)
 _DTYPES = (name for name, value in list(globals().items()) if isinstance(value, _DType))
-_FUNCTIONS = (
-    name for part in (_functions, _attention, _composites, _contractions, _experts, _indices) for name in public_names(vars(part))
-)
+_MODULES = (_functions, _attention, _composites, _contractions, _experts, _indices)
+_FUNCTIONS = {name: vars(module)[name] for module in _MODULES for name in public_names(vars(module))}
+globals().update(_FUNCTIONS)
 _PUBLIC = sorted((*_OWN, *_DTYPES, *_FUNCTIONS))
 warn_of_misspelt()
 if not TYPE_CHECKING:  # a type checker reads the names from the imports

@@ -1,10 +1,10 @@
 """Attention and its backward pass, composed of other ops if no attention kernel can compute them."""
 
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.signatures import checked, public_names
+from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.composites import _called, _check_probability, _dropped, _indices, _wide, _worded
 from hostweave.fusion_ir.frontend.recording import record
@@ -345,7 +345,3 @@ def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:
     shape = mask.type.shape
     split = (Size(), Size()) if shape[-3] == Size() else (heads, group)
     return hw.reshape(mask, *map(str, (*shape[:-3], *split, *shape[-2:])))
-
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())

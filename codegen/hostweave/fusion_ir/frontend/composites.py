@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import nan
-from typing import TYPE_CHECKING, ParamSpec
+from typing import ParamSpec
 
 from hostweave.base.errors import ProgramError, did_you_mean
-from hostweave.base.signatures import checked, public_names
+from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
@@ -348,7 +348,3 @@ def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> 
 def _check_probability(name: str, p: float) -> None:
     if not 0 <= p <= 1:
         raise ProgramError.here(f"{name}={p!r} is not a probability from 0 to 1")
-
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())

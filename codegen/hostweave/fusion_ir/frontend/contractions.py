@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.signatures import checked, public_names
+from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
@@ -148,7 +148,3 @@ def _arranged(x: Tensor, labels: DimLabels, result: DimLabels) -> Tensor:
     x, labels = _summed(x, labels, set(result))
     order = tuple(labels.index(label) for label in result)
     return x if order == tuple(range(x.ndim)) else hw.permute_dims(x, order)
-
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())

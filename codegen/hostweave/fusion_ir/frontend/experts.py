@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.signatures import checked, public_names
+from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend import indices
 from hostweave.fusion_ir.frontend.composites import _called
@@ -292,7 +291,3 @@ def _on_all_ranks(x: Tensor) -> Tensor:
 def _on_own_rank(x: Tensor, routing: Routing) -> Tensor:
     tokens, *others = map(str, x.type.shape)
     return hw.reshard(x, f"{tokens}@{','.join(routing.axes)}" if routing.axes else tokens, *others)
-
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())

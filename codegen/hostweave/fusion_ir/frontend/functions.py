@@ -7,10 +7,10 @@ Simple pointwise ops and reductions are generated from the op table.
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.signatures import checked, public_names
+from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ir import Scalar
@@ -452,7 +452,3 @@ def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None =
             remedy = f"dim {at} is {x.type.shape[at]} and not {given[at].size}: write {str(replace(given[at], size=x.type.shape[at]))!r}"
         raise ProgramError.here(f"reshard: {x.type} cannot become {wanted}; {remedy}")
     return record("reshard", x, target=wanted)
-
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())

@@ -1,10 +1,9 @@
 """Functions for gather, scatter, dynamic slices, sorting, cumulative sums, any and all, changes of shape, and cross entropy."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.signatures import checked, public_names
+from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.composites import _called, _wide
 from hostweave.fusion_ir.frontend.functions import _size_of
@@ -423,7 +422,3 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
         return hw.mean(losses)
     total = hw.sum(losses)
     return total if reduction == "sum" or is_counted is None else total / hw.sum(hw.astype(is_counted, losses.dtype))
-
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.signatures import named, public_names
+from hostweave.base.signatures import named
 from hostweave.fusion_ir.frontend.recording import BinaryOp, Unary, record
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
@@ -334,6 +334,3 @@ OPS["fill"] = OpDef(
     follows_index=True,
 )
 OPS["philox"] = OpDef(6, _philox, elementwise, philox, cpp="hw::philox({0}, {1}, {2}, {3}, {4}, {5})", cost=100)
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.signatures import named, public_names
+from hostweave.base.signatures import named
 from hostweave.fusion_ir.frontend.recording import Axis, ReductionOp, dims_of, record
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
@@ -193,6 +193,3 @@ def _numpy_matmul(np: Any, a: Any, b: Any, contracted: int = 1) -> Any:
 
 
 OPS["matmul"] = OpDef(2, _matmul, _contracted, _numpy_matmul, (CONTRACTED,), partial="sum", last_is_first=True, is_product=True)
-
-if not TYPE_CHECKING:
-    __all__ = public_names(globals())
