@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from hostweave.base.errors import Location, ProgramError, did_you_mean
 from hostweave.fusion_ir.frontend.recording import record
@@ -36,7 +35,12 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
         sure = next((name for name, numbers in open_.items() if len(numbers) == 1), None)
         if sure is None:
             name, numbers = next(iter(open_.items()))
-            _refuse(here, inputs[name], name, numbers, location)
+            type = inputs[name].type
+            if not numbers:
+                why = f"no result of {type}, apart from results that other inputs use, is computed from {name}"
+                raise ProgramError(f"{here}: donate: {why}; return one, or leave {name} out of donate", location)
+            why = f"results {' and '.join(map(str, numbers))} are of {type} and computed from {name}"
+            raise ProgramError(f'{here}: donate: {why}; choose one: donate={{"{name}": {numbers[0]}, ...}}', location)
         (number,) = open_.pop(sure)
         chosen[number] = sure
         open_ = {name: [other for other in numbers if other != number] for name, numbers in open_.items()}
@@ -48,9 +52,6 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
 def _candidates(
     here: str, trace: _Trace, given: Tensor, name: str, outputs: list[Tensor], donate: Donated, location: Location
 ) -> list[int]:
-    stated = donate[name] if isinstance(donate, Mapping) else None
-    if isinstance(stated, int) and 0 <= stated < len(outputs) and _takes(outputs[stated], given):
-        return [stated]
     alike = [number for number, output in enumerate(outputs) if _takes(output, given)]
     if isinstance(donate, Mapping):
         wanted = donate[name]
@@ -60,7 +61,7 @@ def _candidates(
                 f"{here}: donate: result {wanted!r} does not have the type of {name}, {given.type}; results that do: {fitting}", location
             )
         return [wanted]
-    numbers = [number for number in alike if given._value.name in _leads_to(trace, outputs[number])]
+    numbers = [number for number in alike if given._value.name in trace.needed_for([outputs[number]])]
     return [number for number in numbers if outputs[number].shape == given.shape] or numbers
 
 
@@ -68,25 +69,6 @@ def _takes(output: Tensor, given: Tensor) -> bool:
     """True if the output has the input's dtype, mesh and dims (in any order), and the user stated no sharding or the input's sharding."""
     a, b = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (output.type, given.type))
     return a.fills(b) and (not output._value.pinned or output.type.fills(given.type))
-
-
-def _leads_to(trace: _Trace, output: Tensor) -> set[str]:
-    found, left = set[str](), [output._value.name]
-    while left:
-        op = trace.tensors[left.pop()]._op
-        new = [name for name in (op.tensors if op else ()) if name not in found]
-        found.update(new)
-        left += new
-    return found
-
-
-def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: Location) -> NoReturn:
-    if not numbers:
-        why = f"no result of {given.type}, apart from results that other inputs use, is computed from {name}"
-        raise ProgramError(f"{here}: donate: {why}; return one, or leave {name} out of donate", location)
-    several = " and ".join(map(str, numbers))
-    example = f'donate={{"{name}": {numbers[0]}, ...}}'
-    raise ProgramError(f"{here}: donate: results {several} are of {given.type} and computed from {name}; choose one: {example}", location)
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:

@@ -274,6 +274,14 @@ class _Trace:
             self.name(tensor, name)
         return tensor
 
+    def needed_for(self, results: Iterable[Tensor]) -> set[str]:
+        """Names of the results, and of the values from which they are computed."""
+        needed = {tensor._value.name for tensor in results}
+        for number, tensor in reversed(self.tensors.items()):
+            if number in needed and tensor._op:
+                needed.update(tensor._op.tensors)
+        return needed
+
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
         """Adds an op, and returns its result. `known` has the operands that are tensors. If no operand is a tensor, `known` may have the
         tensor `beside` of `recording.record`."""

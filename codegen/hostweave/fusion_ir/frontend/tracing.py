@@ -142,10 +142,7 @@ def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
-    needed = {tensor._value.name for tensor in outputs}
-    for number, tensor in reversed(trace.tensors.items()):
-        if number in needed and tensor._op:
-            needed.update(tensor._op.tensors)
+    needed = trace.needed_for(outputs)
     names = names_of(trace.tensors, needed, [tensor._value.name for tensor in outputs])
     inputs, ops = [], []
     for number, tensor in trace.tensors.items():
