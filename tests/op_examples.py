@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.fusion_ir.frontend.indices import group_order, inverse_order
+from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.pointwise import philox
 
@@ -156,8 +156,8 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "scatter": (lambda x: hw.scatter(x, 1, hw.argsort(x, 1), -x), lambda x: scattered(x, -x)),
     "scatter_sum": (lambda x: hw.scatter_add(x, 1, hw.argsort(x, 1), x), lambda x: x + scattered(x, x)),
     "argsort": (lambda x: hw.argsort(x, descending=True), lambda x: np.argsort(-x, stable=True)),
-    "inverse_order": (lambda x: inverse_order(hw.argsort(x, 1), 1), lambda x: np.argsort(np.argsort(x, 1), 1)),
-    "group_order": (lambda x: group_order(hw.astype(hw.clip(hw.floor(x) + 1, 0, 2), hw.i32), 1, 2), grouped_order),
+    "inverse_order": (lambda x: record("inverse_order", hw.argsort(x, 1), axis=1), lambda x: np.argsort(np.argsort(x, 1), 1)),
+    "group_order": (lambda x: record("group_order", hw.astype(hw.clip(hw.floor(x) + 1, 0, 2), hw.i32), axis=1, groups=2), grouped_order),
     "cumsum": (lambda x: hw.cumsum(x, 1), lambda x: np.cumsum(x, 1)),
     "pad": (lambda x: hw.pad(x, (1, 0, 0, 2), value=7), lambda x: np.pad(x, [(0, 2), (1, 0)], constant_values=7)),
     "call": (add_one, lambda x: x + 1),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.fusion_ir.frontend.indices import group_order
+from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.ops import OPS
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
@@ -86,7 +86,8 @@ def test_order(dtype: str) -> None:
 def test_group_order(groups: int) -> None:
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.i32["B", "N"])
     def ordered(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
-        return group_order(x, 1, groups), group_order(hw.permute_dims(x, (1, 0)), 0, groups)
+        columns = hw.permute_dims(x, (1, 0))
+        return record("group_order", x, axis=1, groups=groups), record("group_order", columns, axis=0, groups=groups)
 
     program = hw.compile(ordered, target="cuda")
     for shape in ((1, 1), (3, 7), (2, 1025), (1, 2048), (1, 65_537)):

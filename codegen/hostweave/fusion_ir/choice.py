@@ -27,10 +27,6 @@ class Alternative:
     def name(self) -> str:
         return self.algorithm if self.algorithm == IN_SEQUENCE else f"{self.algorithm}({self.chunks})"
 
-    @property
-    def is_loop(self) -> bool:
-        return self.chunks > 1
-
 
 @dataclass(frozen=True)
 class Choice:

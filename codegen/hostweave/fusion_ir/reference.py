@@ -117,8 +117,4 @@ def _repeat(op: Op, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: A
     return tuple(map(whole, range(len(last))))
 
 
-def _cast(array: Array, dtype: DType) -> Array:
-    return cast(array, dtype).astype(computing_dtype(dtype))
-
-
-_NUMPY = Arithmetic(np, computing_dtype, _cast)
+_NUMPY = Arithmetic(np, computing_dtype, lambda array, dtype: cast(array, dtype).astype(computing_dtype(dtype)))

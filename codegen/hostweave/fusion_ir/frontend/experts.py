@@ -193,7 +193,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     flat = hw.astype(_on_all_ranks(hw.reshape(ids, str(total))), i32)  # gathered before the cast, which is then part of the next kernel
     local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, str(total))
     is_own = (local >= 0) & (local < own)
-    found = indices.group_order(hw.where(is_own, local, own), 1, own)
+    found = record("group_order", hw.where(is_own, local, own), axis=1, groups=own)
     ends, both = found[:, :own], hw.reshape(found[:, own:], ranks, 2, str(total))
     order, positions = both[:, 0], both[:, 1]
     if capacity is not None:
@@ -210,7 +210,8 @@ def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int
     """Replaces the expert of each choice beyond the capacity by `num_experts`, which no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
     own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
-    positions = indices.inverse_order(indices.argsort(own, 1), 1)  # index of each choice when the rank's choices are sorted by expert
+    # index of each choice when the rank's choices are sorted by expert
+    positions = record("inverse_order", indices.argsort(own, 1), axis=1)
     target = own // (num_experts // ranks)
     every = record("iota", target=TensorType(i32, (Dim(Size(ranks)),)), beside=own)
     to_ranks = hw.sum(hw.astype(hw.expand_dims(target, 2) == every, i64), 1)

@@ -17,10 +17,6 @@ from hostweave.types.tensor import INTS, Dim, DType, TensorType, i64, u8
 _each, _some = all, any  # Python's built-in functions; their names are redefined below
 
 
-def _numbers(x: Tensor, axis: int) -> Tensor:
-    return hw.iota(x, axis, i64)
-
-
 def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
     """Inserts dims of one element, so that the result has `rank` dims and the dims of `ids` begin at dim `axis`."""
     others = tuple(i for i in range(rank) if not axis <= i < axis + ids.ndim)
@@ -42,7 +38,7 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
     if axis is None and x.ndim != 1:
         raise ProgramError.here(f"take: {x.type} has {x.ndim} dims; {'choose one by axis=' if x.ndim else 'use a tensor with dims'}")
     number = dim_of(x, 0 if axis is None else axis, "take")
-    rows = _numbers(x, number)
+    rows = hw.iota(x, number, i64)
     index, rank = record("index", indices, rows), x.ndim - 1 + indices.ndim
     if not indices.ndim:
         one = record("take", x, _aligned(hw.reshape(index, 1), x.ndim, number), rows, axis=number)
@@ -64,7 +60,7 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
     Example: `x: f32[M, N]` and `indices: i64[M, K]` give `f32[M, K]` by `hw.take_along_axis(x, indices, axis=1)`.
     """
     number = dim_of(x, axis, "take_along_axis")
-    rows = _numbers(x, number)
+    rows = hw.iota(x, number, i64)
     return record("take", x, record("index", indices, rows), rows, axis=number)
 
 
@@ -131,7 +127,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     Example: `x: f32[M, N]`, `indices: i64[M, K]` and `source: f32[M, K]` give `f32[M, N]` by `hw.scatter(x, 1, indices, source)`.
     """
     number = dim_of(x, axis, "scatter")
-    rows = _numbers(x, number)
+    rows = hw.iota(x, number, i64)
     return record("scatter", x, record("index", indices, rows), source, rows, axis=number)
 
 
@@ -148,7 +144,7 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     `zeros = hw.broadcast_to(hw.astype(hw.iota(table, -1, hw.i32) * 0, hw.f32), table.shape)`.
     """
     number = dim_of(x, axis, "scatter_add")
-    rows = _numbers(x, number)
+    rows = hw.iota(x, number, i64)
     sums = record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
     if sums.type.shape != x.type.shape:
         raise ProgramError.here(
@@ -175,7 +171,7 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
     lengths = tuple(_size_of(size, "dynamic_slice") for size in sizes)
     for axis, start in _cut_dims(x, starts, lengths, "dynamic_slice"):
         steps = record("iota", target=TensorType(i64, (Dim(lengths[axis]),)), beside=x)
-        x = record("take", x, _aligned(start + steps, x.ndim, axis), _numbers(x, axis), axis=axis)
+        x = record("take", x, _aligned(start + steps, x.ndim, axis), hw.iota(x, axis, i64), axis=axis)
     return x
 
 
@@ -198,7 +194,7 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
         what, remedy = (update.type, "use hw.astype") if isinstance(update, Tensor) else (repr(update), "pass a tensor of this fusion")
         raise ProgramError.here(f"dynamic_update_slice: cannot write {what} to {x.type}; {remedy}")
     cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice") or [(0, _start(x, 0, update.type.shape[0], 0))]
-    starts_and_rows = [operand for axis, start in cut for operand in (start, _numbers(x, axis))]
+    starts_and_rows = [operand for axis, start in cut for operand in (start, hw.iota(x, axis, i64))]
     return record("dynamic_update_slice", x, update, *starts_and_rows, axes=tuple(axis for axis, _ in cut))
 
 
@@ -259,20 +255,6 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
     return record("argsort", hw.astype(x, u8) if x.dtype.kind == "bool" else x, axis=axis, descending=descending, first=first)
 
 
-def inverse_order(order: Tensor, axis: Axis) -> Tensor:
-    """Inverse of a permutation (i64). Equals `argsort(order)`, computed without a sort."""
-    return record("inverse_order", order, axis=dim_of(order, axis, "inverse_order"))
-
-
-def group_order(x: Tensor, axis: Axis, groups: int) -> Tensor:
-    """Sorts elements by group. Each element of x is the index of a group, or `groups` if the element has no group.
-
-    Returns three i32 lists, concatenated along the dim: the end of each group, the index of the element at each sorted position, and the
-    sorted position of each element. The sort is stable. An element without a group has position 0, and an unused position has index 0.
-    """
-    return record("group_order", x, axis=dim_of(x, axis, "group_order"), groups=groups)
-
-
 @_called("sorted")
 def sort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """Sorted elements along a dim, in the order of `argsort`.
@@ -284,7 +266,7 @@ def sort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
 
 
 def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
-    return record("take", x, order, _numbers(x, axis), axis=axis)
+    return record("take", x, order, hw.iota(x, axis, i64), axis=axis)
 
 
 @checked

@@ -83,10 +83,10 @@ def kernel(
         raise ProgramError.here(f"kernel: {name} takes no tensor of this fusion; pass one in args")
     mesh = tensors[0].type.mesh_in(tensors[0]._trace.mesh)
     arguments = tuple(_argument(arg, mesh) for arg in args)
-    dims = (grid,) if isinstance(grid, int | str) else tuple(grid)
+    dims = tuple(stated(Dim.of, dim, "kernel") for dim in ((grid,) if isinstance(grid, int | str) else grid))
     lines, location = _text(source)
     cpu_lines, cpu_location = ((), None) if cpu is None else _text(cpu)
-    made = UserKernel(name, name, arguments, tuple(_dim(d) for d in dims), per, block, lines, cpu_lines, location, cpu_location)
+    made = UserKernel(name, name, arguments, dims, per, block, lines, cpu_lines, location, cpu_location)
     _check(made)
     result = record("kernel", *tensors, target=made.outputs[0], user_kernel=tensors[0]._trace.source(made))
     rest = (record("output", result, target=type, index=i) for i, type in enumerate(made.outputs[1:], 1))
@@ -101,14 +101,10 @@ def _argument(arg: object, mesh: Mesh) -> KernelArgument:
             raise ProgramError.here(f"kernel: {arg}: outputs are on the mesh of its tensors, {mesh}; remove .on, and reshard the output")
         return KernelArgument("out", type=replace(arg, mesh=None))
     if isinstance(arg, str):
-        return KernelArgument("size", dim=_dim(arg))
+        return KernelArgument("size", dim=stated(Dim.of, arg, "kernel"))
     if isinstance(arg, int | float) and not isinstance(arg, bool) and math.isfinite(arg):
         return KernelArgument("number", number=arg)
     raise ProgramError.here(f"kernel: {arg!r} is not an argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number")
-
-
-def _dim(dim: int | str) -> Dim:
-    return stated(Dim.of, dim, "kernel")
 
 
 def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:

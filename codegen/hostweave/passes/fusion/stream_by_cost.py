@@ -40,7 +40,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
         possible = alternatives(candidate, fusion, options)
         choices.append(choice_of(candidate.reshard, fusion, possible, options.choices))
         chosen = choices[-1].chosen
-        if chosen.is_loop:
+        if chosen.chunks > 1:
             in_loops |= involved
             stream = Stream(candidate.dim, chosen.chunks, None, chosen.algorithm)
             streams |= {op.result.name: stream for op in candidate.streamed}
