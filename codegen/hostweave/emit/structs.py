@@ -46,8 +46,8 @@ class Structs:
 
     def label(self, name: str, index: str) -> str:
         """C++ for the user's name of one tensor of a parameter group, such as `{"keys_", i, "_updated"}`."""
-        before, first, after = self.groups[name].pattern
-        number = f"{index} + {first}" if first else index
+        before, numbers, after = self.groups[name].pattern
+        number = f"{index} + {numbers.start}" if numbers.start else index
         return braced([f'"{before}"', number, *([f'"{after}"'] if after else [])])
 
 

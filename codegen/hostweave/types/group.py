@@ -23,32 +23,22 @@ class ParameterGroup:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors. Empty if `first` and `last` do not differ in one increasing number."""
-        found = between(self.first, self.last)
-        if found is None:
-            return ()
-        before, begin, end, after = found
-        return tuple(f"{before}{number}{after}" for number in range(begin, end + 1))
+        before, numbers, after = self.pattern
+        return tuple(f"{before}{number}{after}" for number in numbers)
 
-    @property
-    def pattern(self) -> tuple[str, int, str]:
-        """Text before the number, the first number, and text after the number."""
-        found = between(self.first, self.last)
-        assert found is not None
-        return found[0], found[1], found[3]
+    @cached_property
+    def pattern(self) -> tuple[str, range, str]:
+        """Text before the number, the numbers, and text after the number. The range is empty if `names` is empty."""
+        for match in re.finditer(r"\d+", self.first):
+            before, after = self.first[: match.start()], self.first[match.end() :]
+            begin, end = match[0], self.last[len(before) : len(self.last) - len(after)]
+            are_numbers = end.isdigit() and [begin, end] == [str(int(begin)), str(int(end))]
+            if are_numbers and self.last == f"{before}{end}{after}" and int(end) > int(begin):
+                return before, range(int(begin), int(end) + 1), after
+        return "", range(0), ""
 
     def __str__(self) -> str:
         return f"as {self.first} to {self.last} of {self.struct}"
-
-
-def between(first: str, last: str) -> tuple[str, int, int, str] | None:
-    """Text before the number, the two numbers, and text after the number. None if the names do not differ in one increasing number."""
-    for match in re.finditer(r"\d+", first):
-        before, after = first[: match.start()], first[match.end() :]
-        middle = last[len(before) : len(last) - len(after)]
-        is_alike = len(last) > len(before) + len(after) and last.startswith(before) and last.endswith(after)
-        if is_alike and middle.isdigit() and str(int(middle)) == middle and match[0] == str(int(match[0])) and int(middle) > int(match[0]):
-            return before, int(match[0]), int(middle), after
-    return None
 
 
 class InGroup(Protocol):
