@@ -38,17 +38,17 @@ class Lexer:
                 self.fail(f"unexpected character {token.text!r}; only strings and comments may have non-ASCII characters", at)
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
-        at = self.at if at is None else at
-        start = self.tokens[at].start if at < len(self.tokens) else len(self.text)
-        line = self.line(at)
+        start = self._start(at)
         column = start - self.text.rfind("\n", 0, start)
-        raise ParseError(f"line {line}, column {column}: {message}")
+        raise ParseError(f"line {self.line(at)}, column {column}: {message}")
 
     def line(self, at: int | None = None) -> int:
         """Line number of a token, by default of the current one."""
+        return bisect_left(self.newlines, self._start(at)) + 1
+
+    def _start(self, at: int | None) -> int:
         at = self.at if at is None else at
-        start = self.tokens[at].start if at < len(self.tokens) else len(self.text)
-        return bisect_left(self.newlines, start) + 1
+        return self.tokens[at].start if at < len(self.tokens) else len(self.text)
 
     def peek(self, ahead: int = 0) -> str:
         return self.tokens[self.at + ahead].text if self.at + ahead < len(self.tokens) else ""
@@ -63,9 +63,8 @@ class Lexer:
         return self.tokens[self.at - 1].text
 
     def expect(self, text: str) -> None:
-        if self.peek() != text:
+        if not self.accept(text):
             self.fail(f"expected {text!r}, found {self.found()}")
-        self.at += 1
 
     def accept(self, text: str) -> bool:
         if self.peek() == text:

@@ -15,7 +15,6 @@ def unique_name(base: str, used: Container[str]) -> str:
 
 
 def claim_unique(base: str, used: set[str]) -> str:
-    """Returns `unique_name(base, used)`, and adds this name to `used`."""
     name = unique_name(base, used)
     used.add(name)
     return name

@@ -25,47 +25,43 @@ _CLEAR = "\r\033[K"  # moves to the first column, and clears the line
 class _Line:
     """State of the progress line: the outermost work, its start, and its steps."""
 
-    def __init__(self) -> None:
-        self.lock = reset_after_fork(threading.Lock())
-        self.what, self.began, self.expected, self.done = "", 0.0, 0, 0
-
-
-_line = _Line()
+    lock = reset_after_fork(threading.Lock())
+    what, began, expected, done = "", 0.0, 0, 0
 
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
     """Shows the progress of a `with` block. Nested blocks appear only in the log. Their steps count for the outermost block."""
-    with _line.lock:
-        is_outermost = not _line.what
+    with _Line.lock:
+        is_outermost = not _Line.what
         if is_outermost:
-            _line.what, _line.began, _line.expected, _line.done = what, perf_counter(), 0, 0
+            _Line.what, _Line.began, _Line.expected, _Line.done = what, perf_counter(), 0, 0
     begin = perf_counter()
     try:
         yield
     finally:
         log.info("%s: %.2f s", what, perf_counter() - begin)
         if is_outermost:
-            with _line.lock:
-                _line.what = ""
+            with _Line.lock:
+                _Line.what = ""
                 _show("")
 
 
 def expect_steps(count: int) -> None:
-    with _line.lock:
-        _line.expected += count
+    with _Line.lock:
+        _Line.expected += count
 
 
 def step_done(name: str) -> None:
-    with _line.lock:
-        _line.done += 1
-        if _line.what:
-            _show(f"hostweave: {_line.what}: {_line.done} of {_line.expected}, {name}, {perf_counter() - _line.began:.1f} s")
+    with _Line.lock:
+        _Line.done += 1
+        if _Line.what:
+            _show(f"hostweave: {_Line.what}: {_Line.done} of {_Line.expected}, {name}, {perf_counter() - _Line.began:.1f} s")
 
 
 def tell(text: str) -> None:
     """Clears the progress line, and prints a line on stdout."""
-    with _line.lock:
+    with _Line.lock:
         _show("")
         print(text, flush=True)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -9,11 +10,8 @@ T = TypeVar("T")
 
 def is_same(old: Any, new: Any) -> bool:
     """True for the same object, and for a tuple and a sequence of the same objects."""
-    if old is new:
-        return True
-    if not isinstance(old, tuple) or not isinstance(new, Sequence) or len(old) != len(new):
-        return False
-    return all(one is other for one, other in zip(old, new, strict=True))
+    are_alike = isinstance(old, tuple) and isinstance(new, Sequence) and len(old) == len(new)
+    return old is new or (are_alike and all(map(is_, old, new)))
 
 
 def fact(node: object, key: object, given: object, compute: Callable[..., T], *args: Any, **kwargs: Any) -> T:

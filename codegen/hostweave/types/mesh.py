@@ -65,7 +65,7 @@ class Mesh:
             raise ProgramError.here(f"ranks: {list(chosen)}: name at least one rank, and each once")
         if axes:
             mesh = Mesh(tuple(axes.items()), chosen)
-            if prod(size for _, size in mesh.axes) != len(chosen):
+            if mesh.size != len(chosen):
                 raise ProgramError.here(
                     f"ranks: {len(chosen)} ranks do not form a mesh of {_axes_text(mesh.axes)}; give axes whose product is {len(chosen)}"
                 )

@@ -88,9 +88,6 @@ class Size:
     def __sub__(self, other: int | Size) -> Size:
         return self + -1 * Size.of(other)
 
-    def __rmul__(self, other: int) -> Size:
-        return self * other
-
     def __int__(self) -> int:
         if not self.is_int:
             raise ValueError(f"{self} is not known at compile time")
@@ -99,6 +96,8 @@ class Size:
     def __mul__(self, other: int | Size) -> Size:
         other = Size.of(other)
         return Size(self.coefficient * other.coefficient, self.factors + other.factors, self.divisor * other.divisor)
+
+    __rmul__ = __mul__
 
     def __floordiv__(self, other: int) -> Size:
         """Exact quotient. Divisibility is checked by `bind`."""
@@ -132,8 +131,6 @@ class Size:
         return product((Size(self.coefficient, (), self.divisor), *map(of_factor, self.factors)))
 
     def replaced(self, values: Mapping[Factor, Size]) -> Size:
-        if not any(factor in values for factor in self.factors):
-            return self
         remaining = Size(self.coefficient, tuple(factor for factor in self.factors if factor not in values), self.divisor)
         return product((remaining, *(values[factor] for factor in self.factors if factor in values)))
 
