@@ -10,8 +10,7 @@ T = TypeVar("T")
 
 def is_same(old: Any, new: Any) -> bool:
     """True for the same object, and for a tuple and a sequence of the same objects."""
-    are_alike = isinstance(old, tuple) and isinstance(new, Sequence) and len(old) == len(new)
-    return old is new or (are_alike and all(map(is_, old, new)))
+    return old is new or (isinstance(old, tuple) and isinstance(new, Sequence) and len(old) == len(new) and all(map(is_, old, new)))
 
 
 def fact(node: object, key: object, given: object, compute: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -93,22 +93,15 @@ def _verify_groups(body: Fusion) -> None:
                 f"%{name}: a parameter group of {len(group.names)} tensors needs an unsharded symbolic size as its first dim, such as L, "
                 "and no group with another number of tensors may have this size"
             )
-    made = body.made
-    for name, group in zip(body.outputs, body.returned, strict=bool(body.returned)):
-        if group and name in made and made[name].callee is None:
-            raise ProgramError(
-                f"%{name}: only a repeat returns a parameter group; return a {made[name].kind} as one tensor", made[name].location
-            )
+        if group and (maker := body.made.get(name)) and maker.callee is None:
+            why = f"only a repeat returns a parameter group; return a {maker.kind} as one tensor"
+            raise ProgramError(f"%{name}: {why}", maker.location)
     for op in body.ops if groups else ():
         for at, operand in enumerate(op.operands):
-            if (
-                operand in groups
-                and not (op.kind == "repeat" and at in (*op[EACH], *op[LAGGED]))
-                and not (op.kind == "select" and op[AXIS] == 0)
-            ):
-                raise ProgramError(
-                    f"{op.kind}: %{operand} is a parameter group, whose tensors are separate; repeat over it, or select one", op.location
-                )
+            reads_one = (op.kind == "repeat" and at in (*op[EACH], *op[LAGGED])) or (op.kind == "select" and op[AXIS] == 0)
+            if operand in groups and not reads_one:
+                why = "is a parameter group, whose tensors are separate; repeat over it, or select one"
+                raise ProgramError(f"{op.kind}: %{operand} {why}", op.location)
 
 
 def _verify_function(function: Fusion, fusion: Fusion) -> None:
@@ -196,9 +189,8 @@ def _verify_stream(op: Op, in_loop: bool) -> None:
     if why := "" if in_loop else stream.too_many(op.result.type.shape[stream.dim]):
         raise ProgramError(f"{here}: {why}", op.location)
     if in_loop and stream.algorithm and op.kind not in RESHARDS:
-        raise ProgramError(
-            f"{here}: it has the algorithm {stream.algorithm}, but a {op.kind} does not communicate; stream the reshard", op.location
-        )
+        why = f"it has the algorithm {stream.algorithm}, but a {op.kind} does not communicate"
+        raise ProgramError(f"{here}: {why}; stream the reshard", op.location)
 
 
 def _verify_loops(fusion: Fusion) -> None:
@@ -265,11 +257,8 @@ def _verify_reshard(op: Op, source: TensorType, mesh: Mesh) -> None:
     except Mismatch as mismatch:
         raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
     if derived != op.result.type:
-        raise ProgramError(
-            f"{op.kind}: %{op.result.name} is {op.result.type}, but the {op.kind} of {source} is {derived}; "
-            f"correct the type of %{op.result.name}",
-            op.location,
-        )
+        why = f"%{op.result.name} is {op.result.type}, but the {op.kind} of {source} is {derived}"
+        raise ProgramError(f"{op.kind}: {why}; correct the type of %{op.result.name}", op.location)
 
 
 def _verify_outputs(fusion: Fusion, here: str, types: dict[str, TensorType], level: int) -> None:

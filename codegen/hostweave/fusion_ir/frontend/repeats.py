@@ -227,13 +227,9 @@ class _Rewriting:
         whole = run.each | run.lagged
         firsts = tuple(self.now(run.in_order(run.columns[at])[0]) for at in run.lagged)
         operands = (*(self.name_of[whole[at]] if at in whole else self.now(name) for at, name in enumerate(first.tensors)), *firsts)
-        roles = {
-            "each": tuple(run.each),
-            "lagged": tuple(run.lagged),
-            "carried": tuple(run.carried),
-            "returned": tuple(run.carried.values()),
-        }
-        given = attributes(depth=depth, **{name: numbers for name, numbers in roles.items() if numbers}, backward=run.backward)
+        roles: dict[str, Iterable[int]] = {"each": run.each, "lagged": run.lagged, "carried": run.carried, "returned": run.carried.values()}
+        numbers = {name: tuple(of_role) or None for name, of_role in roles.items()}
+        given = attributes(depth=depth, **numbers, backward=run.backward)
         is_carried = 0 in run.carried.values()
         name = self.same[run.results[0][-1]] if is_carried else self.name_of[run.in_order(run.results[0])]
         result = Value(name, first.result.type if is_carried else stacked(first.result.type, depth))
