@@ -233,6 +233,7 @@ def test_every_op_is_tested() -> None:
     have_no_facts = {"call", "repeat", "kernel", "output"}  # The ops of the callee have facts. Users state the types of kernels.
     assert set(OPS) == shared | gradients | {"iota", "fill", "renumber", *STEPS} | have_no_facts
     assert {kind for kind, op in OPS.items() if op.linear} <= set(FUSIONS) | {"renumber"}
+    assert {op.partial for op in OPS.values() if op.linear} == {"", "sum"}
 
 
 @pytest.mark.parametrize("kind", ["iota", "fill"])

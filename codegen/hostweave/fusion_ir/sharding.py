@@ -136,17 +136,14 @@ def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, me
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
     """Reduction that the result still needs, over axes of reduced dims and of partial operands. Raises ProgramError if the op needs reduced
     operands, or if one reduction does not suffice."""
-    own = Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
     passed = {type.partial for type in operands if type.partial}
     if not passed:
-        return own
+        return Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
     (partial, *others), axes = passed, (*rule.partial_axes, *(axis for labels in rule.result for axis in labels))
     if others or not is_linear(op, operands) or partial.op != "sum" or set(axes) & set(partial.axes):
         terms = " and ".join(str(type) for type in operands if type.partial)
         raise ProgramError(f"{op.kind}: it needs the reduced values of {terms}; reshard the partial operand first", op.location)
-    if own and own.op != partial.op:
-        raise ProgramError(f"{op.kind}: {partial} and {own} are different reductions; reshard the partial operand first", op.location)
-    return replace(partial, axes=(*partial.axes, *rule.partial_axes))
+    return replace(partial, axes=(*partial.axes, *rule.partial_axes))  # the own reduction of a linear op is a sum
 
 
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:

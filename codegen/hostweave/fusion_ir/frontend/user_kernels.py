@@ -19,23 +19,20 @@ from hostweave.types.tensor import Dim, TensorType
 
 MAX_BLOCK = 1024  # largest number of threads in a block
 
-# C++ element types that a kernel may use for each dtype.
-POINTERS = {
-    "f64": ("double",),
-    "f32": ("float",),
-    "f16": ("hw::f16", "__half", "half"),
-    "bf16": ("hw::bf16", "__nv_bfloat16", "nv_bfloat16"),
-    "f8e4m3": ("hw::f8e4m3", "__nv_fp8_e4m3"),
-    "f8e5m2": ("hw::f8e5m2", "__nv_fp8_e5m2"),
-    "i64": ("int64_t", "long", "std::int64_t"),
-    "i32": ("int32_t", "int", "std::int32_t"),
-    "i16": ("int16_t", "short", "std::int16_t"),
-    "i8": ("int8_t", "signed char", "std::int8_t"),
-    "u64": ("uint64_t", "unsigned long", "std::uint64_t"),
-    "u32": ("uint32_t", "unsigned", "unsigned int", "std::uint32_t"),
-    "u16": ("uint16_t", "unsigned short", "std::uint16_t"),
-    "u8": ("uint8_t", "unsigned char", "std::uint8_t"),
-    "bool": ("bool",),
+# C++ element types that a kernel may use for each dtype, besides `DType.cpp`.
+ALIASES = {
+    "f16": ("__half", "half"),
+    "bf16": ("__nv_bfloat16", "nv_bfloat16"),
+    "f8e4m3": ("__nv_fp8_e4m3",),
+    "f8e5m2": ("__nv_fp8_e5m2",),
+    "i64": ("long", "std::int64_t"),
+    "i32": ("int", "std::int32_t"),
+    "i16": ("short", "std::int16_t"),
+    "i8": ("signed char", "std::int8_t"),
+    "u64": ("unsigned long", "std::uint64_t"),
+    "u32": ("unsigned", "unsigned int", "std::uint32_t"),
+    "u16": ("unsigned short", "std::uint16_t"),
+    "u8": ("unsigned char", "std::uint8_t"),
 }
 
 
@@ -163,7 +160,7 @@ def _check_parameter(name: str, parameter: str, argument: KernelArgument) -> Non
     element = " ".join(word for word in pointee.split() if word not in ("const", "volatile"))
     is_const = "const" in pointee.split()
     wanted = f"{'const ' if argument.role == 'in' else ''}{argument.type.dtype.cpp}*"
-    if not star or element not in POINTERS[argument.type.dtype.name]:
+    if not star or element not in (argument.type.dtype.cpp, *ALIASES.get(argument.type.dtype.name, ())):
         raise ProgramError.here(f"kernel: `{parameter}` of {name} takes {argument.type}; write {wanted}")
     if is_const != (argument.role == "in"):
         what = "is read" if argument.role == "in" else "is written"

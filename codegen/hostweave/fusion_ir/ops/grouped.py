@@ -12,9 +12,9 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, require, same_dtype
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, same_dtype
 from hostweave.fusion_ir.ops.reductions import widens
-from hostweave.types.tensor import FLOATS, BufferType, Dim, TensorType, i32
+from hostweave.types.tensor import BufferType, Dim, TensorType, i32
 
 MATMUL, OUTER = GROUPED = ("grouped_matmul", "grouped_outer")
 
@@ -45,7 +45,6 @@ def _inferred(types: Types, op: Op) -> TensorType:
     x, other, starts, ends = types
     if why := why_not_grouped(x, other, starts, ends, op.kind == OUTER):
         raise Mismatch(why)
-    require(x, FLOATS)
     dtype = same_dtype((x, other))
     sizes = (*starts.shape, x.shape[-1], other.shape[-1]) if op.kind == OUTER else (*starts.shape[:-1], x.shape[-2], other.shape[-1])
     result = op.result.type.dtype if widens(dtype, op.result.type.dtype) else dtype
