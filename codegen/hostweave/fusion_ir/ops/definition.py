@@ -47,7 +47,7 @@ class OpDef:
       also gets `shape` or `dtype`. The `numpy` of a call or repeat also gets `run`, which evaluates the called function.
     """
 
-    arity: int | None  # None: one or more
+    arity: int | None  # None: one or more; 0: the elements depend only on their index, so that each rank computes its shard
     infer: Infer
     map: Indices
     numpy: Callable[..., Any]
@@ -82,7 +82,6 @@ class OpDef:
     # mesh axes of each result dim, if the index map cannot express them
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = None
     adds_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of dims that are summed over but have no label
-    follows_index: bool = False  # an op without operands whose elements depend only on their index, so that each rank computes its shard
     scores_add_up: tuple[tuple[int, int], ...] = ()  # (operand, dim) pairs of dims over which scores are summed, before the softmax
     whole: str = ""  # participle for messages: "joined", if the op needs a dim completely because it joins along the dim
 

@@ -321,7 +321,6 @@ OPS["iota"] = OpDef(
     target="type",
     cost=0,
     stated=_made_anywhere,
-    follows_index=True,
 )
 OPS["fill"] = OpDef(
     0,
@@ -331,6 +330,5 @@ OPS["fill"] = OpDef(
     (VALUE,),
     target="type",
     stated=_made_anywhere,
-    follows_index=True,
 )
 OPS["philox"] = OpDef(6, _philox, elementwise, philox, cpp="hw::philox({0}, {1}, {2}, {3}, {4}, {5})", cost=100)

@@ -127,7 +127,7 @@ class _Insertion(OpRewriter):
         if (name, needed) not in self.done:
             want = with_layout(self.types[name], needed)
             made = next((made for made in self.ops if made.result.name == name), None)
-            if made and OPS[made.kind].follows_index and not any(isinstance(axes, Zigzag) for axes in needed):
+            if made and OPS[made.kind].arity == 0 and not any(isinstance(axes, Zigzag) for axes in needed):
                 # Elements depend only on their index, so each rank computes its shard.
                 value = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=want)
                 self.emit(replace(made, result=value))
