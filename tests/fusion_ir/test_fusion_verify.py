@@ -301,9 +301,10 @@ def test_wrong_names_of_functions_and_streamed_inputs_without_text() -> None:
 
 def test_bodies_of_kernels() -> None:
     fusion = Fusion.parse(text("%h: f32[R/8, 4] = negative(%x)\n%y: f32[4] = sum(%h, axis=(0,))", inputs="%x: f32[R/8, 4]"))
-    verify_ops(fusion.inputs, fusion.ops)
+    inputs = [(value.name, value.type) for value in fusion.inputs]
+    verify_ops(inputs, fusion.ops)
     with pytest.raises(ProgramError, match=r"sum: %h is used before it is defined; define it above$"):
-        verify_ops(fusion.inputs, fusion.ops[1:])
+        verify_ops(inputs, fusion.ops[1:])
 
 
 def test_an_op_that_passed_is_verified_again_with_other_operands_and_on_another_mesh() -> None:

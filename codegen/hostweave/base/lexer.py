@@ -119,18 +119,15 @@ class Lexer:
         return tuple(items)
 
     def separated(self, item: Callable[[], T]) -> tuple[T, ...]:
-        items = [item()]
-        while self.accept(","):
-            items.append(item())
-        return tuple(items)
+        return item(), *self.repeated(",", item)
 
     def list_of(self, item: Callable[[], T], closing: str) -> tuple[T, ...]:
-        """Parses items separated by commas, up to and including the closing sign."""
+        """Parses items separated by commas, up to and including the closing sign. A comma may follow the last item."""
         items: list[T] = []
         while not self.accept(closing):
-            if items:
-                self.expect(",")
             items.append(item())
+            if self.peek() != closing:
+                self.expect(",")
         return tuple(items)
 
     def enclosed(self, item: Callable[[], T], signs: str = "()") -> tuple[T, ...]:

@@ -50,8 +50,6 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
 
 
 MAX_STEPS = 2**12  # maximum int number of iterations of a chunk loop, because some passes compare all pairs of iterations
-
-
 CHUNKINGS = ("by_shard", "across_shards")
 ROTATIONS = ("local_first", "local_last")
 

@@ -196,12 +196,7 @@ def _parse_transfer(reader: Reader) -> Transfer:
 
 def _parse_ints(reader: Reader) -> tuple[int, ...]:
     """Parses the rest of `(0,)` or `(0, -1)`."""
-    items: list[int] = []
-    while not reader.accept(")"):
-        items.append((-1 if reader.accept("-") else 1) * reader.integer())
-        if reader.peek() != ")":
-            reader.expect(",")
-    return tuple(items)
+    return reader.list_of(lambda: (-1 if reader.accept("-") else 1) * reader.integer(), ")")
 
 
 def _parse_number(reader: Reader) -> Scalar:

@@ -1,8 +1,7 @@
 """Verifies fusions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.unchanged import fact
@@ -25,13 +24,6 @@ LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 EXAMPLES = {tuple: "(0,)", int: "0", float: "0.5", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
 
 
-class NamedValue(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def type(self) -> TensorType: ...
-
-
 def verify_fusion(fusion: Fusion, after: str = "input") -> None:
     """Verifies a fusion and its functions, at one of LEVELS. Raises ProgramError for the first violation."""
     level = LEVELS.index(after)
@@ -44,7 +36,7 @@ def verify_fusion(fusion: Fusion, after: str = "input") -> None:
 def _verify_body(fusion: Fusion, here: str, level: int) -> None:
     types: dict[str, TensorType] = {}
     for value in fusion.inputs:
-        _define(value, types, None)
+        _define(value.name, value.type, types, None)
         value.type.check(None, fusion.mesh)
         if value.stream:
             raise ProgramError(f"{here}: input %{value.name} is streamed; stream a copy of it")
@@ -68,7 +60,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
 def _once(verify: Callable[..., None], op: Op, types: dict[str, TensorType], *context: object) -> None:
     """Verifies an op, unless the op has passed with equal operand types and context. Always defines the op's result."""
     fact(op, verify, ([types.get(name) for name in op.tensors], context), verify, op, types, *context)
-    _define(op.result, types, op.location)
+    _define(op.result.name, op.result.type, types, op.location)
 
 
 def _verify_sharded(op: Op, types: dict[str, TensorType], mesh: Mesh, known: set[str], in_loop: bool, is_sharded: bool) -> None:
@@ -112,19 +104,19 @@ def _verify_function(function: Fusion, fusion: Fusion) -> None:
             raise ProgramError(f"call: two functions are named @{function.name}; give one of them another name", op.location)
 
 
-def verify_ops(inputs: Sequence[NamedValue], ops: Sequence[Op]) -> None:
+def verify_ops(inputs: Iterable[tuple[str, TensorType]], ops: Sequence[Op]) -> None:
     """Verifies the ops of a kernel on local tensors."""
     types: dict[str, TensorType] = {}
-    for value in inputs:
-        _define(value, types, None)
+    for name, type in inputs:
+        _define(name, type, types, None)
     for op in ops:
         _once(_verify_op, op, types)
 
 
-def _define(value: NamedValue, types: dict[str, TensorType], location: Location | None) -> None:
-    if value.name in types:
-        raise ProgramError(f"%{value.name} is defined twice; give one of them another name", location)
-    types[value.name] = value.type
+def _define(name: str, type: TensorType, types: dict[str, TensorType], location: Location | None) -> None:
+    if name in types:
+        raise ProgramError(f"%{name} is defined twice; give one of them another name", location)
+    types[name] = type
 
 
 def _verify_op(op: Op, types: dict[str, TensorType]) -> None:

@@ -345,10 +345,9 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
         raise ProgramError.here(f"split: {size}, dim {number} of {x.type}, is not known at compile time; take slices such as x[:4]")
     whole = int(size)
     if isinstance(sections, int):
-        step = sections
-        if step < 1:
+        if sections < 1:
             raise ProgramError.here(f"split: parts of {sections} elements are not possible; give at least 1")
-        lengths = [min(step, whole - begin) for begin in range(0, whole, step)]
+        lengths = [min(sections, whole - begin) for begin in range(0, whole, sections)]
     else:
         lengths = list(sections)
     if sum(lengths) != whole or _some(length < 1 for length in lengths):

@@ -20,7 +20,6 @@ Axis = int | str
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-
 being_traced: ContextVar[_Trace | None] = ContextVar("being_traced", default=None)
 
 

@@ -296,7 +296,7 @@ class Checker:
         if not kernel.ops:
             self.fail(f"kernel @{kernel.name} has no ops: give it one")
         self.kernels[kernel.name] = kernel
-        verify_ops(kernel.inputs, kernel.ops)
+        verify_ops([(parameter.name, parameter.type) for parameter in kernel.inputs], kernel.ops)
         if unknown := set(kernel.returned) - {op.result.name for op in kernel.ops}:
             self.fail(f"kernel @{kernel.name} returns %{min(unknown)}, which no op of it computes: return a result of an op")
         if len(set(kernel.returned)) < len(kernel.returned):
