@@ -81,11 +81,8 @@ def expect_one_thread(kernel: UserKernel) -> None:
     for number, line in enumerate(kernel.lines):
         if found := _OF_MANY_THREADS.search(line.partition("//")[0]):
             location = Location(kernel.location.file, kernel.location.line + number) if kernel.location else None
-            raise ProgramError(
-                f"kernel: {kernel.function} uses {found[1]}, but on the CPU target one thread runs a kernel; "
-                "pass cpu= with a function for that target, or iterate by hw::over_grid",
-                location,
-            )
+            why = f"{kernel.function} uses {found[1]}, but on the CPU target one thread runs a kernel"
+            raise ProgramError(f"kernel: {why}; pass cpu= with a function for that target, or iterate by hw::over_grid", location)
 
 
 def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:

@@ -128,9 +128,8 @@ class Machine:
             if min(machine.multiprocessors, machine.flops, machine.memory) <= 0:
                 raise ValueError("a rate is not above 0")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ProgramError(
-                f"{where}: contains no valid figures of a machine ({error}); remove it, and run hostweave calibrate"
-            ) from None
+            why = f"contains no valid figures of a machine ({error})"
+            raise ProgramError(f"{where}: {why}; remove it, and run hostweave calibrate") from None
         return machine
 
 

@@ -66,9 +66,8 @@ class Mesh:
         if axes:
             mesh = Mesh(tuple(axes.items()), chosen)
             if mesh.size != len(chosen):
-                raise ProgramError.here(
-                    f"ranks: {len(chosen)} ranks do not form a mesh of {_axes_text(mesh.axes)}; give axes whose product is {len(chosen)}"
-                )
+                why = f"{len(chosen)} ranks do not form a mesh of {_axes_text(mesh.axes)}"
+                raise ProgramError.here(f"ranks: {why}; give axes whose product is {len(chosen)}")
             return mesh
         if len(self.axes) == 1:
             return Mesh(((self.axes[0][0], len(chosen)),), chosen)

@@ -197,9 +197,8 @@ class TensorType:
             found = [i for i, dim in enumerate(self.dims) if str(dim.size) == axis]
             if len(found) == 1:
                 return found[0]
-            raise ValueError(
-                f"{self} has {len(found)} dims named {axis}: choose one by its index" if found else f"{self} has no dim named {axis}"
-            )
+            which = f"{len(found)} dims named {axis}: choose one by its index" if found else f"no dim named {axis}"
+            raise ValueError(f"{self} has {which}")
         rank = len(self.dims)
         if isinstance(axis, bool) or not isinstance(axis, int):
             raise ValueError(f"{axis!r} is not a dim of {self}; write its index or its name")
@@ -271,9 +270,8 @@ class TensorType:
         result = np.empty(shape, arrays[0].dtype)
         for rank, array in zip(mesh.all_ranks, arrays, strict=True):
             if array.shape != (wanted := block_shape(self, mesh, rank, shape)):
-                raise ArgumentError(
-                    f"unshard: rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}; pass its block"
-                )
+                why = f"rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}"
+                raise ArgumentError(f"unshard: {why}; pass its block")
             result[block_of(self, mesh, rank, shape)] = array
         return result
 

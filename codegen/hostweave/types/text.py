@@ -59,9 +59,8 @@ class Reader(SizeReader):
         self.expect("of")
         group = ParameterGroup(first, last, self.word("the name of an array"))
         if not group.names:
-            self.fail(
-                f"{first} to {last} is not a range of names; the names must differ in one increasing number, as in w_0 to w_31", start
-            )
+            wanted = "the names must differ in one increasing number, as in w_0 to w_31"
+            self.fail(f"{first} to {last} is not a range of names; {wanted}", start)
         return group
 
     def typed_name(self) -> tuple[str, TensorType]:

@@ -71,9 +71,8 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
         for x, given in zip((a, b), axes, strict=True)
     )
     if len(of_a) != len(of_b) or len(set(of_a)) < len(of_a) or len(set(of_b)) < len(of_b):
-        raise ProgramError.here(
-            f"tensordot: axes={axes!r} do not pair dims of {a.type} with those of {b.type}; name the same number of dims in both, each once"
-        )
+        why = f"axes={axes!r} do not pair dims of {a.type} with those of {b.type}"
+        raise ProgramError.here(f"tensordot: {why}; name the same number of dims in both, each once")
     for i, j in zip(of_a, of_b, strict=True):
         if a.type.shape[i] != b.type.shape[j]:
             why = f"dim {i} of {a.type} and dim {j} of {b.type} differ"

@@ -57,9 +57,8 @@ def _candidates(
         wanted = donate[name]
         if wanted not in alike:
             fitting = ", ".join(map(str, alike)) or "none"
-            raise ProgramError(
-                f"{here}: donate: result {wanted!r} does not have the type of {name}, {given.type}; results that do: {fitting}", location
-            )
+            why = f"result {wanted!r} does not have the type of {name}, {given.type}"
+            raise ProgramError(f"{here}: donate: {why}; results that do: {fitting}", location)
         return [wanted]
     numbers = [number for number in alike if given._value.name in trace.needed_for([outputs[number]])]
     return [number for number in numbers if outputs[number].shape == given.shape] or numbers

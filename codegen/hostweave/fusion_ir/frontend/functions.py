@@ -211,9 +211,8 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     if stop is None:
         start, stop = 0, start
     if type(start) is not int or type(step) is not int or step == 0:
-        raise ProgramError.here(
-            f"arange: start={start!r}, step={step!r}: both must be ints, and step must not be 0; for a start x, write hw.arange('M') + x"
-        )
+        why = f"start={start!r}, step={step!r}: both must be ints, and step must not be 0"
+        raise ProgramError.here(f"arange: {why}; for a start x, write hw.arange('M') + x")
     _expect_dtype("arange", dtype)
     if dtype == bool_:
         raise ProgramError.here("arange: dtype bool is not supported; use an integer or floating dtype")

@@ -147,9 +147,8 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     rows = hw.iota(x, number, i64)
     sums = record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
     if sums.type.shape != x.type.shape:
-        raise ProgramError.here(
-            f"scatter_add: cannot add {source.type} to {x.type}: the sums would be {sums.type}; make all dims except dim {number} equal"
-        )
+        why = f"cannot add {source.type} to {x.type}: the sums would be {sums.type}"
+        raise ProgramError.here(f"scatter_add: {why}; make all dims except dim {number} equal")
     return x + sums
 
 

@@ -125,9 +125,8 @@ class Tensor:
         if self._op is None:
             raise ProgramError.here(f"stream: %{self._name} is an input; stream a value computed from it, or hw.copy({self._name})")
         if self._op.callee:
-            raise ProgramError.here(
-                f"stream: the value is the result of the function @{self._op.callee.name}; stream a tensor in the function"
-            )
+            why = f"the value is the result of the function @{self._op.callee.name}"
+            raise ProgramError.here(f"stream: {why}; stream a tensor in the function")
         if self._value.stream is not None:
             raise ProgramError.here("stream: the value is already streamed; stream one dim only")
         number = dim_of(self, dim, "stream")

@@ -188,10 +188,8 @@ class Function:
         self.name, self._donate = name_of(function), donate
         self._function, self._inputs, self._location = function, inputs, location
         if not self.name:
-            raise ProgramError(
-                f"function {getattr(function, '__name__', function)}: its name is not of ASCII letters, digits and _; use def",
-                location,
-            )
+            given = getattr(function, "__name__", function)
+            raise ProgramError(f"function {given}: its name is not of ASCII letters, digits and _; use def", location)
         self._parameters = parameters(function, inputs, "function", location)
         if not self._parameters:
             raise ProgramError(f"function @{self.name} has no parameters; add at least one tensor parameter", location)

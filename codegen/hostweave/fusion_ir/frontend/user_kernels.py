@@ -131,9 +131,8 @@ def _check(source: UserKernel) -> None:
     if not source.outputs:
         raise ProgramError.here(f"kernel: {name} writes nothing; put the spec of an output, such as hw.f32['M'], in args")
     if not 1 <= source.block <= MAX_BLOCK or source.per < 1 or not source.grid:
-        raise ProgramError.here(
-            f"kernel: block={source.block} must be 1 to {MAX_BLOCK} threads, per={source.per} at least 1, and grid at least one dim"
-        )
+        limits = f"block={source.block} must be 1 to {MAX_BLOCK} threads, per={source.per} at least 1"
+        raise ProgramError.here(f"kernel: {limits}, and grid at least one dim")
     declared = source.signature
     if declared is None:
         raise ProgramError.here(f"kernel: the source has no `__global__ void {name}(...)`; set name= to the function to launch")

@@ -74,9 +74,8 @@ def _common_mesh(op: Op, operands: Types) -> Mesh | None:
         for value, given in zip(op.callee.inputs, operands, strict=False):  # a repeat may have more operands
             if given.mesh != value.type.mesh:
                 where = f"{given} on the program's mesh" if given.mesh is None else str(given)
-                raise Mismatch(
-                    f"@{op.callee.name} takes {value.type} as {value.name}, not {where}; move it with hw.reshard(t, ..., mesh=...)"
-                )
+                why = f"@{op.callee.name} takes {value.type} as {value.name}, not {where}"
+                raise Mismatch(f"{why}; move it with hw.reshard(t, ..., mesh=...)")
         return op.callee.output_types[0].mesh
     if op.kind == "reshard" or OPS[op.kind].to_other_mesh or not op.tensors:
         return op.result.type.mesh

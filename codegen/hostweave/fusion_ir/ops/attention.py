@@ -64,9 +64,8 @@ def _rows(types: Types, op: Op) -> TensorType:
         raise Mismatch(f"keys {k} and values {types[2]} differ in more than their last dim; give each key a value")
     group = q.shape[-3].divided_by(k.shape[-3])
     if group is None or not group.is_int:
-        raise Mismatch(
-            f"the {k.shape[-3]} heads of keys {k} do not divide the {q.shape[-3]} heads of queries {q}; repeat the heads of keys"
-        )
+        why = f"the {k.shape[-3]} heads of keys {k} do not divide the {q.shape[-3]} heads of queries {q}"
+        raise Mismatch(f"{why}; repeat the heads of keys")
     if op[CAUSAL] not in ("", TOP_LEFT, BOTTOM_RIGHT):
         raise Mismatch(f"causal={op[CAUSAL]} is neither {TOP_LEFT} nor {BOTTOM_RIGHT}")
     if op[WINDOW] < 0 or (op[WINDOW] and not op[CAUSAL]):

@@ -196,9 +196,8 @@ def _update(types: Types, op: Op) -> TensorType:
             raise Mismatch(f"cannot write {update} to {x}: dim {axis} has no start, and its sizes differ; give it a start")
     for axis, start, rows in zip(axes, starts_and_rows[::2], starts_and_rows[1::2], strict=True):
         if start.dtype != i64 or len(start.dims) > min(axes) or start.shape != x.shape[: len(start.dims)]:
-            raise Mismatch(
-                f"the start {start} of dim {axis} must be an i64 without dims, or with leading dims of {x} that are not cut; use op start"
-            )
+            wanted = f"an i64 without dims, or with leading dims of {x} that are not cut"
+            raise Mismatch(f"the start {start} of dim {axis} must be {wanted}; use op start")
         _rows(rows, x.shape[axis])
     return unsharded(x)
 

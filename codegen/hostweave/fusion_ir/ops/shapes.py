@@ -65,9 +65,8 @@ def _slice(types: Types, op: Op) -> TensorType:
     if step < 1:
         raise Mismatch(f"step={step} is not at least 1")
     if whole.is_int and taken.is_int and not 0 <= start <= _end(start, int(taken), step) <= int(whole):
-        raise Mismatch(
-            f"{taken} elements from index {start} by step {step} exceed dim {axis} of {x}; indices go from 0 to {int(whole) - 1}"
-        )
+        why = f"{taken} elements from index {start} by step {step} exceed dim {axis} of {x}"
+        raise Mismatch(f"{why}; indices go from 0 to {int(whole) - 1}")
     return TensorType(x.dtype, tuple(Dim(taken if i == axis else size) for i, size in enumerate(x.shape)))
 
 
