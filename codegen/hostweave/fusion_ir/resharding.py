@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import permutations
+from itertools import count, permutations
 from math import prod
 from typing import Any
 
@@ -182,9 +182,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         return (only,)  # several steps never move fewer bytes than one
     if source.mesh != target.mesh:
         return _plan_across(source, target, mesh)
-    known = dict(sizes)
-    on = source.mesh_in(mesh)
-    found = 0
+    known, on, numbers = dict(sizes), source.mesh_in(mesh), count(1)  # unique numbers for the heap, because types cannot be compared
     queue: list[tuple[Fraction, int, tuple[tuple[int, int], ...], int, TensorType, tuple[ReshardStep, ...]]] = [
         (Fraction(0), 0, (), 0, source, ())
     ]
@@ -198,10 +196,9 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         done.add(type)
         share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
-            found += 1  # a unique number for the heap, because types cannot be compared
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
             total = moved + change.received(share, on)
-            heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type, mesh), (*steps, change)))
+            heappush(queue, (total, len(steps) + 1, preferred, next(numbers), change.applied(type, mesh), (*steps, change)))
     return None
 
 
@@ -314,8 +311,8 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
 
 
 def _orders(axes: Axes) -> Iterator[Axes]:
-    for count in range(len(axes)):
-        yield from permutations(axes, count + 1)
+    for length in range(1, len(axes) + 1):
+        yield from permutations(axes, length)
 
 
 def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
