@@ -90,8 +90,10 @@ def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None
 
 
 def contiguous_source(b: Builder, src: str, steps: LoopSteps | None) -> str:
-    if b.is_contiguous(src):
-        return src
+    return src if b.is_contiguous(src) else copied(b, src, steps)
+
+
+def copied(b: Builder, src: str, steps: LoopSteps | None) -> str:
     packed = temporary(b, src, steps)
     b.emit(ir.Copy(src, packed))
     return packed

@@ -85,7 +85,7 @@ class Buffers:
         if op.kind == "matmul":
             rank -= op[CONTRACTED] - 1  # The contracted dims are merged into one.
         position = stream.dim - (len(op.result.type.dims) - rank)
-        if OPS[op.kind].is_product and keeps:
+        if keeps:
             position = rank - 2  # Shards of M or N are stacked before the matrix.
         if steps.splits(op.result, stream.dim) and position > 0:
             shape = self.b.types[buffer].shape

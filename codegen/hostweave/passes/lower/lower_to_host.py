@@ -24,7 +24,7 @@ from hostweave.communication.algorithm import Lowering
 from hostweave.communication.algorithms import find_algorithm
 from hostweave.communication.chunk_loops import LoopPart, parts, shards
 from hostweave.communication.collective import permute, take_shard
-from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
+from hostweave.communication.packing import branch, contiguous_source, copied, packed_destination
 from hostweave.communication.put import PUTS
 from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.windows import with_reached, with_windows
@@ -264,7 +264,7 @@ class _Lowering:
         else:
             if OPS[op.kind].updates and sources[0] in sources[1:]:  # A kernel must not read the tensor that it updates.
                 x, *others = sources
-                sources = [x, *(self.copied(one, steps) if one == x else one for one in others)]
+                sources = [x, *(copied(self.b, one, steps) if one == x else one for one in others)]
                 names = iter(sources)
                 op = replace(op, operands=tuple(next(names) if isinstance(one, str) else one for one in op.operands))
             kernel = self.kernels.computing(self.on_chunk(op, steps), sources, target)
@@ -295,18 +295,13 @@ class _Lowering:
 
             self.lowering.multiply = multiply
         elif self.b.types[dst].dtype.kind != "float":
-            b = self.copied(b, steps) if a == b else b  # A kernel needs different buffers as inputs.
+            b = copied(self.b, b, steps) if a == b else b  # A kernel needs different buffers as inputs.
             self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
         elif is_matrix(self.b.types[dst]):
             self.b.emit(matmul)
         else:
             with packed_destination(self.b, dst, steps) as packed:
                 self.b.emit(replace(matmul, dst=packed))
-
-    def copied(self, buffer: str, steps: LoopSteps | None) -> str:
-        made = temporary(self.b, buffer, steps)
-        self.b.emit(ir.Copy(buffer, made))
-        return made
 
     def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
         """Merges the contracted dims of operand `number`: the last dims of operand 0, or the dims before the last dim of operand 1."""
