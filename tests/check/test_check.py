@@ -436,6 +436,12 @@ def test_sizes_that_do_not_divide() -> None:
     assert str(caught.value) == "@ag_matmul_flat: M/4: 4 does not divide 6: choose sizes that divide without a remainder"
 
 
+def test_sizes_that_pieces_in_zigzag_do_not_divide() -> None:
+    with pytest.raises(ProgramError) as caught:
+        check(host_text.parse("host @t(%x: f32[S@zigzag(x)]) -> (%y: f32[S@zigzag(x)]) mesh(x=2) {\ncopy %x -> %y\n}"), {"S": 6})
+    assert str(caught.value) == "@t: S/4: 4 does not divide 6: choose sizes that divide without a remainder"
+
+
 def test_sizes_that_are_missing() -> None:
     with pytest.raises(ProgramError) as caught:
         check(program("ag_matmul_flat"), {"M": 8, "K": 1})

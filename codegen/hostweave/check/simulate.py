@@ -30,7 +30,8 @@ MAX_ITERATIONS = 2**16  # largest total number of iterations of a rank's loops
 def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instances:
     """Runs the control flow of `program` on every rank of its mesh, for `calls` consecutive calls. Raises ProgramError for an instruction
     that cannot run at `sizes`, and for more than MAX_ITERATIONS iterations."""
-    atoms = dict.fromkeys(atom for size in all_sizes(dedupe_functions(program)) for atom in size.atoms)
+    all_of_program = all_sizes(dedupe_functions(program))
+    atoms = dict.fromkeys(atom for size in all_of_program for atom in size.atoms)
     parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
     bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # Ranks with the same local sizes share an entry.
@@ -41,6 +42,8 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
         if key not in bound:
             binder = _Binder(program, local_sizes[-1])
             bound[key] = binder, binder.body(program.body)
+            for size in all_of_program:  # also the sizes of pieces in zigzag
+                binder.size(size, None)
         binder, body = bound[key]
         run = RankRun(program, rank)
         for call in range(calls):

@@ -11,7 +11,7 @@ from hostweave.fusion_ir.ops.attributes import COUNT
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, Var, leaves
-from hostweave.host_ir.size_requirements import not_negative, trip_counts
+from hostweave.host_ir.size_requirements import dims_and_trips, not_negative, trip_counts
 from hostweave.types.mesh import RankSizes
 from hostweave.types.size import LocalSize, Size, Sum
 from hostweave.types.zigzag import pieces
@@ -247,9 +247,6 @@ def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[
                 ranks[shared] = max(ranks[shared], atom.ranks_in(program.mesh))
         if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in steps and isinstance(name, str):
             steps[name] = lcm(steps[name], dim_size.divisor)
-    for dim, mesh in ((dim, p.type.mesh_in(program.mesh)) for p in (*program.inputs, *program.outputs) for dim in p.type.dims):
-        if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # In zigzag, all shards are equal.
-            steps[dim.size.name] = lcm(steps[dim.size.name], pieces(dim.axes, mesh))
     uneven: SizeSteps = {}
     for name, size in smallest.items():
         step = steps.get(name, 0)
@@ -264,5 +261,5 @@ def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[
 @ir.analysis
 def all_sizes(program: ir.HostProgram) -> tuple[Size, ...]:
     found = dict.fromkeys(size for parameter in (*program.inputs, *program.outputs) for size in parameter.type.shape)
-    found |= dict.fromkeys(size for _, type in ir.defined_types(program) for size in (*type.shape, *(type.strides or ())))
-    return tuple(found | dict.fromkeys(trip_counts(program)))
+    found |= dict.fromkeys(size for _, type in ir.defined_types(program) for size in type.strides or ())
+    return tuple(found | dict.fromkeys(dims_and_trips(program)))
