@@ -362,7 +362,12 @@ ERRORS = {
     "rotary": (
         "return hw.rotary_embedding(x, x, x)",
         {"x": "hw.bf16['S', 7]"},
-        "4: rotary_embedding: bf16[S, 7] is not [..., S, E] with an even E; reshape or pad it",
+        "4: rotary_embedding: bf16[S, 7] is not floats [..., S, E] with an even E; cast, reshape or pad it",
+    ),
+    "rotary ints": (
+        "return hw.rotary_embedding(x, w, w)",
+        {"x": "hw.i32['S', 8]", "w": "hw.f32['S', 4]"},
+        "4: rotary_embedding: i32[S, 8] is not floats [..., S, E] with an even E; cast, reshape or pad it",
     ),
     "rotary table": (
         "return hw.rotary_embedding(x, w, w)",

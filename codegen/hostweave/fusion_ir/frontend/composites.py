@@ -270,12 +270,12 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved`, a pair is elements 2i and 2i + 1. The result has the
     shape and dtype of x. Floats narrower than f32 are computed in f32. Source: Su et al., "RoFormer", 2021.
 
-    Raises ProgramError if x is not [..., S, E] with an even E, or if `cos` or `sin` has another shape.
+    Raises ProgramError if x is not floats [..., S, E] with an even E, or if `cos` or `sin` has another shape.
 
     Example: `hw.rotary_embedding(q, cos, sin)` with `q: bf16[B, H@tp, S, 128]`, and `cos` and `sin` of `f32[S, 64]`.
     """
-    if x.ndim < 2 or (x.type.shape[-1].is_int and int(x.type.shape[-1]) % 2):
-        raise ProgramError.here(f"rotary_embedding: {x.type} is not [..., S, E] with an even E; reshape or pad it")
+    if x.dtype.kind != "float" or x.ndim < 2 or (x.type.shape[-1].is_int and int(x.type.shape[-1]) % 2):
+        raise ProgramError.here(f"rotary_embedding: {x.type} is not floats [..., S, E] with an even E; cast, reshape or pad it")
     half = x.type.shape[-1] // 2
     for name, table in (("cos", cos), ("sin", sin)):
         shape = table.type.shape
