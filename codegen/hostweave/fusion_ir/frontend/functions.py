@@ -204,7 +204,8 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     `start` and `step` are ints. `stop` may be a size as text, such as "M". Then `step` must be positive, and must divide `stop - start` in
     each call. If `dtype` is floating, the numbers are computed in i32, and then cast.
 
-    Raises ProgramError for other bounds or steps, for an empty range if `stop` is an int, for dtype bool, and in the cases of `hw.zeros`.
+    Raises ProgramError for other bounds or steps, for dtype bool, and in the cases of `hw.zeros`. If `stop` is an int, an empty range and
+    numbers that the integer dtype lacks are errors too.
 
     Example: `hw.arange("M")` with `x: f32[M, N]` is the vector of the row indices of x.
     """
@@ -217,14 +218,14 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
     if dtype == bool_:
         raise ProgramError.here("arange: dtype bool is not supported; use an integer or floating dtype")
     end = Size(stop) if type(stop) is int else _size_of(stop, "arange")
-    if end.is_int:
-        count: Size | None = Size(len(range(start, int(end), step)))
-    else:
-        count = (end - Size(start)) // step if step > 0 else None
+    known = range(start, int(end), step) if end.is_int else range(0)
+    count = Size(len(known)) if end.is_int else (end - Size(start)) // step if step > 0 else None
     if count is None or count == Size(0):
         what = "the range is empty" if count else "the number of elements cannot be written as a size; count up from 0 and compute"
         raise ProgramError.here(f"arange: from {start} to before {end} by {step}, {what}")
     counted = dtype if dtype.kind in INTS else i32
+    if wrong := [number for number in (*known[:1], *known[-1:]) if not fits(number, counted)]:
+        raise ProgramError.here(f"arange: {counted} has no {wrong[0]}; use a wider integer dtype")
     numbers = record("iota", target=TensorType(counted, (Dim(count),)), written="arange")
     numbers = numbers if step == 1 else numbers * step
     numbers = numbers if start == 0 else numbers + start
