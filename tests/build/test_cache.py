@@ -39,6 +39,20 @@ def test_an_entry_is_made_once() -> None:
     assert (entry / "text").read_text() == "first"
 
 
+def test_concurrent_replacements_keep_what_the_others_added() -> None:
+    def add(word: str) -> Path:
+        def make(folder: Path) -> None:
+            earlier = cache.lookup("a")
+            text = (earlier / "text").read_text() if earlier else ""
+            (folder / "text").write_text(f"{text}{word}")
+
+        return cache.get_or_make("a", make, replaces=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        (entry,) = set(pool.map(add, "abcdefgh"))
+    assert sorted((entry / "text").read_text()) == [*"abcdefgh"]
+
+
 def test_a_failed_build_is_kept_and_named() -> None:
     def fail(folder: Path) -> None:
         (folder / "program.cpp").write_text("int x = ;")

@@ -136,14 +136,17 @@ def lookup(name: str) -> Path | None:
     return entry
 
 
-def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
+def get_or_make(name: str, make: Callable[[Path], object], replaces: bool = False) -> Path:
     """Returns the folder of entry `name`. If there is no valid entry, `make` fills a new folder, which is then published. If `make` raises
-    BuildError, the folder moves to `failed`, and the error names the new path. Errors of nested builds stay unchanged."""
-    if found := lookup(name):
+    BuildError, the folder moves to `failed`, and the error names the new path. Errors of nested builds stay unchanged.
+
+    With `replaces`, the new folder replaces an earlier entry. `make` can read the earlier entry, and no other process makes the entry
+    meanwhile."""
+    if not replaces and (found := lookup(name)):
         return found
     entry = root() / name
     with _as_build_error(), _lock(name):
-        if found := lookup(name):
+        if not replaces and (found := lookup(name)):
             return found
         scratch = _scratch_path(_own(entry.parent) / entry.name)
         try:
@@ -164,20 +167,12 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
         try:
             scratch.rename(entry)
         except OSError:  # the path already exists
-            if lookup(name):  # another process has published the entry, on a file system without locks
+            if not replaces and lookup(name):  # another process has published the entry, on a file system without locks
                 _remove(scratch)
             else:
                 _remove(entry)
                 scratch.rename(entry)
     return entry
-
-
-def replace(name: str, make: Callable[[Path], object]) -> Path:
-    """Removes entry `name`, and returns the folder of a new entry. `make` is not called if another process makes the entry first."""
-    with _as_build_error(), _lock(name):
-        _own((root() / name).parent)
-        _remove(root() / name)
-    return get_or_make(name, make)
 
 
 def entries() -> tuple[CacheEntry, ...]:

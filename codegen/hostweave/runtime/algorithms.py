@@ -2,17 +2,14 @@
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 
-from hostweave.base.forks import reset_after_fork
-from hostweave.build.cache import lookup, name_of, replace
+from hostweave.build.cache import get_or_make, lookup, name_of
 
 _FILE = "algorithms.json"
 _MAX_PROBLEMS = 10_000  # about 2 MB
-
-_save_lock = reset_after_fork(threading.Lock())  # ranks may be threads
 
 Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 
@@ -32,11 +29,13 @@ class MeasuredAlgorithms:
             self._use(json.loads(record))
 
     def save(self) -> None:
-        with _save_lock:
-            saved, known = self._saved(), self._known()
-            if new := {problem: algorithm for problem, algorithm in known.items() if saved.get(problem) != algorithm}:
-                merged = list({**saved, **new}.items())[-_MAX_PROBLEMS:]
-                replace(self._entry, lambda folder: (folder / _FILE).write_text(json.dumps(dict(merged))))
+        known = self._known()
+
+        def add(folder: Path) -> None:
+            (folder / _FILE).write_text(json.dumps(dict(list({**self._saved(), **known}.items())[-_MAX_PROBLEMS:])))
+
+        if not known.items() <= self._saved().items():
+            get_or_make(self._entry, add, replaces=True)
 
     def _known(self) -> Algorithms:
         return {problem: algorithm.hex() for problem, algorithm in self._module.measured_algorithms().items()}

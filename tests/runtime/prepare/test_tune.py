@@ -16,7 +16,7 @@ import pytest
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import NATIVE
-from hostweave.build.cache import lookup, name_of, replace
+from hostweave.build.cache import get_or_make, lookup, name_of
 from hostweave.runtime.algorithms import MeasuredAlgorithms
 from hostweave.runtime.local import LocalProgram
 
@@ -38,7 +38,7 @@ def runs() -> list[int]:
 @pytest.fixture(autouse=True)
 def several_algorithms() -> Iterator[None]:
     """Gives the CPU device several algorithms. The last algorithm is the fastest. Removes the measurements of earlier sessions."""
-    replace(ENTRY, lambda made: (made / "algorithms.json").write_text("{}"))
+    get_or_make(ENTRY, lambda made: (made / "algorithms.json").write_text("{}"), replaces=True)
     DEVICE.hw_cpu_set_algorithms(3)
     yield
     DEVICE.hw_cpu_set_algorithms(1)
@@ -98,7 +98,7 @@ def test_the_fastest_algorithm_is_measured_cached_and_used() -> None:
     assert {problem: bytes.fromhex(saved[problem])[0] for problem in new} == new
 
     saved.update(dict.fromkeys(new, "01" + "00" * 63))  # This simulates measurements of another process.
-    replace(ENTRY, lambda made: (made / "algorithms.json").write_text(json.dumps(saved)))
+    get_or_make(ENTRY, lambda made: (made / "algorithms.json").write_text(json.dumps(saved)), replaces=True)
     again = hw.compile(mlp, options=hw.Options(tune=True, streams=3))
     runs()
     np.testing.assert_array_equal(again.run(**given), wanted(**given))
