@@ -67,7 +67,7 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     """Like `take_along_axis`, but x may be longer than `indices` along dims other than `axis`, as in torch. The additional elements of x
-    are not read. If a dim of `indices` other than `axis` has a symbolic size, the same dim of x must have this size, or size 1.
+    are not read. If a dim of `indices` other than `axis` is longer or symbolic, the same dim of x must have the same size, or size 1.
 
     Raises ProgramError for other shapes or dtypes.
 
@@ -76,8 +76,10 @@ def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     number = dim_of(x, axis, "gather")
     if x.ndim != indices.ndim:
         raise ProgramError.here(f"gather: {x.type} and {indices.type} differ in their number of dims; use hw.expand_dims")
-    pairs = enumerate(zip(x.type.shape, indices.type.shape, strict=True))
-    cuts = [slice(int(few)) if i != number and few != many and few.is_int else slice(None) for i, (many, few) in pairs]
+    cuts = [
+        slice(int(few)) if i != number and few.is_int and not (many.is_int and int(many) <= int(few)) else slice(None)
+        for i, (many, few) in enumerate(zip(x.type.shape, indices.type.shape, strict=True))
+    ]
     return take_along_axis(x[tuple(cuts)] if cuts else x, indices, number)
 
 
