@@ -91,7 +91,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"is out of range; bounds go from -{whole} to {whole}")
     if least >= most:
-        raise fail("is empty; take at least one element")
+        raise fail(f"is empty{'' if (stop - start).is_int else f' for a large {whole}'}; take at least one element")
     taken = _steps(start, stop, whole, step)
     if taken == whole and step == 1:
         return x
