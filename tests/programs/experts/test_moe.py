@@ -185,7 +185,8 @@ def test_arguments_of_routing_that_are_wrong() -> None:
         with pytest.raises(ProgramError, match=message):
             hw.fusion(mesh=hw.Mesh(ep=2), ids=ids)(lambda ids: hw.moe_routing(ids, experts, axes, capacity).ends)
 
-    fails("2 ranks do not divide 5 experts", experts=5)
+    fails("moe_routing: the 2 ranks need a positive multiple of 2 experts, not 5", experts=5)
+    fails("a positive multiple of 2 experts, not 0", experts=0)
     fails("tp is not an axis of", axes="tp")
     fails("not ints", ids=hw.f32["T@ep", 2])
     fails("not ints", ids=hw.i32["T@ep"])

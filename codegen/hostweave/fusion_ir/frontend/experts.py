@@ -175,9 +175,8 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     ranks = mesh.size_of(names)
     if experts.ndim != 2 or experts.dtype.kind not in INTS or not experts.type.shape[1].is_int:
         raise ProgramError.here(f"moe_routing: experts are {experts.type}, not ints [T, k] with k an int; use hw.astype or hw.reshape")
-    if num_experts % ranks:
-        why = f"{ranks} ranks do not divide {num_experts} experts"
-        raise ProgramError.here(f"moe_routing: {why}; use a number of ranks that divides the number of experts")
+    if num_experts < 1 or num_experts % ranks:
+        raise ProgramError.here(f"moe_routing: the {ranks} ranks need a positive multiple of {ranks} experts, not {num_experts}")
     choices, own = int(experts.type.shape[1]), num_experts // ranks
     total = experts.type.shape[0] * choices
     split = f"{ranks}@{','.join(names)}" if names else str(ranks)
