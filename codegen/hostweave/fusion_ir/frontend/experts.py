@@ -259,7 +259,7 @@ def moe_combine(rows: Tensor, routing: Routing, weights: Tensor | None = None, s
     if sent is None:
         return hw.astype(_on_own_rank(hw.sum(wide, (0, 2)), routing), rows.dtype)
     if sent.kind != "float":
-        raise ProgramError(f"sent={sent}: sums are floats; write sent=hw.bf16")
+        raise ProgramError.here(f"moe_combine: sent={sent}: sums are floats; write sent=hw.bf16")
     return hw.astype(_on_own_rank(hw.sum(hw.astype(hw.sum(wide, 2), sent), 0), routing), rows.dtype)
 
 
