@@ -59,13 +59,13 @@ def instead_of(name: str) -> str:
     return closest_word(name, [*functions, *methods]) or "dir(hw) lists the functions"
 
 
-def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:
-    return lambda size, other: size._refuse(sign, other, reverse)
+def _refused(sign: str, reverse: bool = False) -> Callable[..., NoReturn]:
+    return lambda size, other="": size._refuse(sign, other, reverse)
 
 
 class SizeName(str):
-    """Text of a symbolic size. Text can be appended. All other uses of `+ - * / // %` raise a ProgramError, with the text of the intended
-    size if known. So does a sign."""
+    """Text of a symbolic size. Text can be appended. All other uses of `+ - * / // % **` raise a ProgramError, with the text of the
+    intended size if known. So do signs, divmod and abs."""
 
     _extent: Size
 
@@ -96,16 +96,15 @@ class SizeName(str):
     __radd__ = _refused("+", True)
     __mul__, __rmul__ = _refused("*"), _refused("*", True)
     __sub__, __rsub__ = _refused("-"), _refused("-", True)
-    __floordiv__, __rfloordiv__ = __truediv__, __rtruediv__ = _refused("//"), _refused("//", True)
+    __floordiv__, __rfloordiv__ = __truediv__, __rtruediv__ = __divmod__, __rdivmod__ = _refused("//"), _refused("//", True)
+    __pow__, __rpow__ = _refused("**"), _refused("**", True)
+    __neg__, __pos__, __abs__ = (_refused(word, True) for word in ("-", "+", "abs"))
     __mod__ = _refused("%")
 
     def __rmod__(self, other: Any) -> str:
         if isinstance(other, str):  # "%s" % size
             return str.__mod__(other, self)
         self._refuse("%", other, True)
-
-    def __neg__(self) -> NoReturn:
-        self._refuse("-", "", True)
 
 
 _SIZES: dict[str, Callable[[Size, Size], Size | None]] = {
