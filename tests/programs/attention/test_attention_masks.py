@@ -196,7 +196,7 @@ def test_mistakes(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("%q, %q, %q, scale=1.0, bias=true", "takes 3 operands, a bias, and optionally lengths, not 3"),
+        ("%q, %q, %q, scale=1.0, bias=true", "takes 4 operands with a bias, and optionally lengths, not 3"),
         ("%q, %q, %q, %q, scale=1.0, bias=true", "a bias of bf16[2, 4, S, 8] is not bf16[2, 4, S, S]"),
         ("%q, %q, %q, %b, %o, scale=1.0, bias=true, packed=true", "packed sequences support no lengths, bias or blocks; leave one"),
         ("%q, %q, %q, %b, scale=1.0, packed=true", "offsets of bf16[2, 4, S, S] are not i32[2, N + 1], the starts of N sequences"),

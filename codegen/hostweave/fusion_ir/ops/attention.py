@@ -52,8 +52,8 @@ def _rows(types: Types, op: Op) -> TensorType:
     """Type of the log-sum-exps."""
     count, masks = COUNTS[op.kind], masks_of(op, types)
     if len(types) != count + len(masks) or len(masks) < op[HAS_BIAS] + op[IS_PACKED]:
-        more = f"{', a bias' * op[HAS_BIAS]}{', offsets' * op[IS_PACKED]}"
-        raise Mismatch(f"takes {count} operands{more}, and optionally lengths, not {len(types)}")
+        more = f"{' with a bias' * op[HAS_BIAS]}{' with offsets' * op[IS_PACKED]}"
+        raise Mismatch(f"takes {count + op[HAS_BIAS] + op[IS_PACKED]} operands{more}, and optionally lengths, not {len(types)}")
     q, k = types[:2]
     dtype = same_dtype(types[: min(count, 3)])
     if dtype.name not in DTYPES:
