@@ -71,11 +71,15 @@ def test_a_sharding_with_one_block_per_rank_is_kept() -> None:
     [
         (
             lambda x: hw.collective_permute(x, 0, [0, 2]),
-            "collective_permute: sources=(0, 2): each must be one of the 2 blocks, numbered from 0, or -1 for zeros",
+            "collective_permute: sources=(0, 2): each must be one of 2 blocks, from 0 on, or None (-1 in text) for zeros",
         ),
         (
             lambda x: hw.collective_permute(x, 0, []),
-            "collective_permute: sources=(): each must be one of the 0 blocks, numbered from 0, or -1 for zeros",
+            "collective_permute: sources=(): each must be one of 0 blocks, from 0 on, or None (-1 in text) for zeros",
+        ),
+        (
+            lambda x: hw.collective_permute(x, 0, [-1, 0]),
+            "collective_permute: sources=[-1, 0]: -1 is not a block; write None for a block of zeros",
         ),
         (
             lambda x: hw.collective_permute(x, 0, [0, 0]),

@@ -377,6 +377,8 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
     Example: on 4 ranks, `hw.collective_permute(x, "M", [3, 0, 1, 2])` sends each shard to the next rank of a ring.
     """
+    if NO_SOURCE in sources:
+        raise ProgramError.here(f"collective_permute: sources={sources}: {NO_SOURCE} is not a block; write None for a block of zeros")
     indices = tuple(NO_SOURCE if source is None else index(source) for source in sources)
     return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute"), sources=indices)
 

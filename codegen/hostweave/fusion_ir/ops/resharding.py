@@ -20,7 +20,7 @@ def _collective_permute(types: Types, op: Op) -> TensorType:
     axis, sources = checked_axis(op[AXIS], x), op[SOURCES]
     named = [source for source in sources if source != NO_SOURCE]
     if not sources or any(not 0 <= source < len(sources) for source in named):
-        raise Mismatch(f"sources={sources}: each must be one of the {len(sources)} blocks, numbered from 0, or {NO_SOURCE} for zeros")
+        raise Mismatch(f"sources={sources}: each must be one of {len(sources)} blocks, from 0 on, or None ({NO_SOURCE} in text) for zeros")
     if len(set(named)) < len(named):
         raise Mismatch(f"sources={sources}: a block is named more than once; use hw.concat to repeat a block")
     if x.shape[axis].is_int and int(x.shape[axis]) % len(sources):
