@@ -40,9 +40,9 @@ void multiply(const Call& call) {
   int64_t last = 0, done = 0;  // greatest global end so far; number of local rows written so far
   for (int64_t e = 0; e < p.groups; ++e) {
     const int64_t start = p.starts[e], end = p.ends[e];
-    if (start < end && start < last) {
-      throw std::out_of_range("groups overlap: one begins at row " + std::to_string(start) + ", and the one before ends at row " +
-                              std::to_string(last) + "; offsets must not decrease");
+    if (end < start || start < std::min(last, end)) {
+      throw std::out_of_range("groups overlap: one has rows " + std::to_string(start) + " to " + std::to_string(end) +
+                              ", and the one before ends at " + std::to_string(last) + "; offsets must not decrease");
     }
     last = std::max(last, end);
     const int64_t begin = clamped(start - p.first, 0, p.rows), stop = clamped(end - p.first, 0, p.rows);

@@ -137,7 +137,7 @@ def test_ranks_reduce_tokens_and_not_choices() -> None:
     assert [host.outputs[0].name] == [i.dst for i in tree.walk(host.body) if isinstance(i, ir.AllReduce)]
 
 
-@pytest.mark.parametrize("ends", [[4, 2, 9, 9, 9], [-3, 3, 1, 5, 8]])
+@pytest.mark.parametrize("ends", [[4, 2, 9, 9, 9], [-3, 3, 1, 5, 8], [3, 1, 1, 1, 1]])
 def test_groups_that_overlap(ends: list[int]) -> None:
     with pytest.raises((IndexError, ExecutionError), match="groups overlap"):
         interpret(lower(program("replicated", 1), Options()), arrays(ends))

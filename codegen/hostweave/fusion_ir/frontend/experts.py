@@ -25,7 +25,7 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     | [K, T] | [T, N] | [E, K, N] | the group's columns of `a` times the group's rows of `b` |
 
     The second form is the gradient of b in the first form. A group begins at the end of the previous group. Offsets must not decrease; the
-    CPU target raises ExecutionError if groups overlap. In the first form, result rows after the last group are zeros. 16-bit floats are
+    CPU target raises ExecutionError if they do. In the first form, result rows after the last group are zeros. 16-bit floats are
     summed in f32. All operands may have a leading batch dim, as the results of `moe_dispatch` do.
 
     E, K, N and T may be sharded. If a sharded dim is not in the result, the result is a partial sum.

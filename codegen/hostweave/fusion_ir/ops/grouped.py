@@ -69,8 +69,8 @@ def groups_of(starts: Any, ends: Any, first: int, rows: int) -> list[tuple[int, 
     """Local row range of each group. `first` is the global index of the rank's first row."""
     found, last = [], 0
     for start, end in ((int(starts[e]), int(ends[e])) for e in range(len(starts))):
-        if start < end and start < last:
-            raise IndexError(f"groups overlap: one begins at row {start}, and the one before ends at row {last}; offsets must not decrease")
+        if end < start or start < min(last, end):
+            raise IndexError(f"groups overlap: one has rows {start} to {end}, and the one before ends at {last}; offsets must not decrease")
         last = max(last, end)
         found.append((min(max(start - first, 0), rows), min(max(end - first, 0), rows)))
     return found
