@@ -57,15 +57,18 @@ def export(
     files = {path: text.encode() for path, text in texts.items()} | _runtime(with_attention=bool(program.libraries))
     folder.mkdir(parents=True, exist_ok=True)
     written = _written(folder)
-    for path in dict.fromkeys((*files, *written)):
+    exported = {line.partition("  ")[2] for line in written}
+    for path in dict.fromkeys((*files, *exported)):
         there = folder / path
-        if there.exists() and _sum(there.read_bytes()) != written.get(path):
-            what = "was edited since it was exported" if path in written else "was not written by an export"
+        if there.exists() and f"{_sum(there.read_bytes())}  {path}" not in written:
+            what = "was edited since it was exported" if path in exported else "was not written by an export"
             raise ArgumentError(f"{program.name}: export: {there} exists and {what}; move it, or choose another folder")
-    for path in written.keys() - files.keys():
+    for path in exported - files.keys():
         (folder / path).unlink(missing_ok=True)  # CMake would still compile a file of an earlier export.
-    sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
-    for path, content in {_SUMS: sums.encode(), **files}.items():  # The digests come first, so an interrupted first export can be repeated.
+    new = [f"{_sum(content)}  {path}" for path, content in files.items()]
+    # An interrupted export can be repeated, because the list has the old and the new digests until all files are written.
+    before, after = ("".join(f"{line}\n" for line in dict.fromkeys(lines)).encode() for lines in ((*written, *new), new))
+    for path, content in ((_SUMS, before), *files.items(), (_SUMS, after)):
         there = folder / path
         if not there.exists() or there.read_bytes() != content:  # An unchanged file keeps its time stamp, so CMake does not recompile it.
             there.parent.mkdir(parents=True, exist_ok=True)
@@ -86,12 +89,11 @@ def _sources(emitted: ProgramSources) -> dict[str, str]:
     return {HOST_IR: emitted.ir.code, **{path: rendered(path, program=emitted) for path in emitted.files}}
 
 
-def _written(folder: Path) -> dict[str, str]:
+def _written(folder: Path) -> list[str]:
     try:
-        lines = (folder / _SUMS).read_text().splitlines()
+        return (folder / _SUMS).read_text().splitlines()
     except FileNotFoundError:
-        return {}
-    return {path: digest for digest, _, path in (line.partition("  ") for line in lines)}
+        return []
 
 
 def _sum(content: bytes) -> str:

@@ -217,6 +217,33 @@ def test_an_export_overwrites_only_exported_files(tmp_path: Path) -> None:
     with_kernels.export(tmp_path)
 
 
+def test_an_interrupted_export_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export is interrupted before each of its files: first in an empty folder, then while it replaces an earlier export."""
+    write, files = Path.write_bytes, 0
+
+    def interrupt(path: Path, content: bytes) -> int:
+        nonlocal files
+        files += 1
+        if files % 10 == 0:
+            raise KeyboardInterrupt
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", interrupt)
+    for program in (hw.compile(FUSIONS["matmul_rs_flat"]), hw.compile(FUSIONS["ag_matmul_p2p"])):
+        interruptions = 0
+        while True:
+            try:
+                program.export(tmp_path)
+                break
+            except KeyboardInterrupt:
+                interruptions += 1
+        assert interruptions > 1
+    assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()
+    (tmp_path / "main.cpp").write_text("// mine\n")
+    with pytest.raises(ArgumentError, match="was edited since it was exported"):
+        program.export(tmp_path)
+
+
 CUDA = find_cuda()
 
 
