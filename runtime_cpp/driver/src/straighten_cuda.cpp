@@ -170,8 +170,7 @@ void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 // must wait for the events before the graph, and record the events after the graph.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
-  HW_CHECK(cudaDriverGetVersion(&driver));
-  if (driver < kFirstWithKindsOfEdges) return {};
+  if (cudaDriverGetVersion(&driver) || driver < kFirstWithKindsOfEdges) return {};
   cudaGraph_t clone = nullptr;
   try {
     HW_CHECK(cudaGraphClone(&clone, graph));
@@ -180,9 +179,10 @@ LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
     straightening.replace_memsets(idle);
     straightening.lay_edges();
     straightening.destroy_what_is_left_out();
+    LaunchEvents events = straightening.events();
     cudaGraphDestroy(std::exchange(graph, clone));
-    return straightening.events();
-  } catch (const ExecutionError&) {
+    return events;
+  } catch (const std::exception&) {
     cudaGetLastError();
     if (clone) cudaGraphDestroy(clone);
     return {};
