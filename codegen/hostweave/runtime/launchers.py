@@ -10,8 +10,8 @@ from hostweave.base.errors import ArgumentError
 
 Environ = Mapping[str, str]
 
-# Lowest base port if MASTER_PORT is not set. The ports of stores are then below the ephemeral ports.
-_DEFAULT_PORT = 25000
+# Lowest base port if MASTER_PORT is not set. The ports of stores are then below 29500, torch's default, and the ephemeral ports.
+_DEFAULT_PORT = 23000
 _PORT_OFFSET = 3000
 _PORTS = 16
 

@@ -36,6 +36,9 @@ def test_the_store_is_never_on_the_port_of_torch_distributed() -> None:
         ports = LaunchedRank(TORCHRUN | {"MASTER_PORT": port}).ports
         assert int(port) not in ports
         assert 1024 <= min(ports) <= max(ports) < 65536
+    for job in range(1000):  # Without MASTER_PORT, the ports depend on the job's name.
+        ports = LaunchedRank({"PMI_SIZE": "2", "PMI_RANK": "1", "MASTER_ADDR": "node0", "SLURM_JOB_ID": f"{job}"}).ports
+        assert 1024 <= min(ports) <= max(ports) < 29500
     assert LaunchedRank(TORCHRUN | {"HOSTWEAVE_PORT": "7000"}).ports == (7000,)
 
 
