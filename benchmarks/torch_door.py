@@ -440,7 +440,7 @@ def _compiled_by_us(layers: int, training: bool) -> tuple[float, float]:
     x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=training)
     with torch.device("meta"):
         whole = Llama(layers, 8).to(torch.bfloat16).train(training)
-    _with_tables(whole, 8)
+    _with_tables(whole)
     whole = _without_memory(whole).requires_grad_(training)
     started = time.perf_counter()
     model = hostweave.torch.compile(whole, hw.Mesh(tp=8), plan(layers), (x,), target="cuda", training=training)
@@ -466,7 +466,7 @@ def _compiled_by_torch(layers: int, training: bool) -> float:
     return time.perf_counter() - started
 
 
-def _with_tables(model: nn.Module, ranks: int) -> None:
+def _with_tables(model: nn.Module) -> None:
     """Sets the constants of a model that was created without memory."""
     tables = Attention(1, 1, 1, HEAD, TOKENS)
     for layer in model.layers:  # type: ignore[union-attr]
