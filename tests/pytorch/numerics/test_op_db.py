@@ -169,7 +169,8 @@ def test_page(request: pytest.FixtureRequest) -> None:
         text += section(kind, count, reasons)
         known |= set(reasons) if kind == "float32, forward" else set()
     about = "This page lists the entries of `op_db`, PyTorch's own op database, that Hostweave refuses, by dtype and pass."
-    text = f"# Ops of PyTorch\n\n{about}\n{text}"
+    equal = "Entries with random numbers or uninitialised memory count as equal if dtypes and shapes are equal."
+    text = f"# Ops of PyTorch\n\n{about} {equal}\n{text}"
     if renews:
         PAGE.write_text(text)
     assert PAGE.read_text() == text
