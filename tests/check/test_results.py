@@ -16,7 +16,7 @@ from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Const
+from hostweave.host_ir.expr import Binary, Const, Coordinate
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower, stages
@@ -63,12 +63,12 @@ def test_rounding_errors_of_a_sum_that_is_zero(dims: tuple[int | str, ...], rank
 def test_names_the_element_in_the_global_output() -> None:
     fusion = fusion_of("reduce_scatter", 4, 3, hw.f32)
 
-    def from_next(i: tree.Instruction) -> tree.Outcome:
-        return (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.ReduceScatter) else None
+    def wrong_on_rank_2(i: tree.Instruction) -> tree.Outcome:
+        is_rank_2 = Binary("==", Coordinate("x"), Const(2))
+        return (i, ir.If(is_rank_2, (ir.Fill(i.dst, 0.0),))) if isinstance(i, ir.ReduceScatter) else None
 
-    found = fault(fusion, changed(lower(fusion, Options()), from_next))
-    assert "rank 0: the output" in found
-    assert "(0, not" in found
+    found = fault(fusion, changed(lower(fusion, Options()), wrong_on_rank_2))
+    assert "rank 2: the output %y[0, 2, 0] is not what the fusion computes (0, not" in found
 
 
 @pytest.mark.parametrize("is_selected", [lambda zero: zero - math.inf < math.inf, lambda zero: zero / zero != zero / zero])

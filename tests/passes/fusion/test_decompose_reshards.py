@@ -211,7 +211,7 @@ def test_equal_moves_of_uneven_blocks_by_gets_are_shared(stated: str, read_first
     assert [op.kind for op in result.ops].count("transfer") == 1
 
 
-def test_sizes_select_the_steps() -> None:
+def test_a_partial_sum_is_sharded_along_other_axes_before_it_is_reduced() -> None:
     inputs = "%x: f32[M@x, K]"
     body = """%s: f32[K] partial(sum, x) = sum(%x, axis=(0,))
         %y: f32[K@y] = reshard(%s)"""

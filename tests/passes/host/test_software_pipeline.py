@@ -30,5 +30,5 @@ def test_a_stage_receives_the_next_rows_before_it_computes() -> None:
     assert communications(rest) == ["AllReduce"]
 
 
-def test_one_stream_and_one_channel_have_nothing_to_gain() -> None:
+def test_one_channel_has_nothing_to_gain() -> None:
     assert changes(software_pipeline, all_fusions(2, 4)["ag_matmul"]) == ""
