@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import hostweave as hw
-from hostweave.cli.main import report
 from hostweave.base.errors import BuildError
 from hostweave.build.processes import run
+from hostweave.cli.main import report
 
 
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
