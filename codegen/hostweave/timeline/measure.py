@@ -65,19 +65,12 @@ def _in_order(timeline: Timeline) -> Timeline:
 
 def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
     """Assigns the times of each pair of marks to the tasks between the two marks."""
-    at = iter(times)
-    begun: float | None = None
-    inside: list[SimulatedTask] = []
+    passed = 0  # number of marks before the task
     for task in tasks:
-        if not task.operation.instruction.marks:
-            inside.append(task)
-        elif begun is None:
-            begun, inside = next(at), []
-        else:
-            end = next(at)
-            for each in inside:
-                each.start, each.end = begun / 1e3, end / 1e3
-            begun = None
+        if task.operation.instruction.marks:
+            passed += 1
+        elif passed % 2:
+            task.start, task.end = times[passed - 1] / 1e3, times[passed] / 1e3
 
 
 def _align(ranks: list[list[SimulatedTask]]) -> None:
