@@ -30,8 +30,6 @@ BY_KERNELS = 32  # slowdown of attention without tensor cores
 
 @dataclass(frozen=True)
 class Work:
-    """Time that an operation takes alone, and the engine that executes the operation."""
-
     seconds: float
     engine: str = ""  # "multiprocessors" (a fraction `share` of them), "kernels" (that communicate), "copies", or ""
     share: float = 1.0
@@ -91,10 +89,6 @@ def _bytes(access: Access) -> int:
 def _bytes_moved(operation: Operation) -> int:
     """Bytes that an operation reads and writes. An updated buffer counts twice."""
     return sum(_bytes(access) * (access.reads + access.writes) for access in operation.accesses)
-
-
-def _nothing(operation: Operation, machine: Machine) -> Work:
-    return Work(0.0)
 
 
 def _kernel(operation: Operation, machine: Machine) -> Work:
@@ -199,7 +193,7 @@ def _one_sided(operation: Operation, machine: Machine) -> Work:
 
 
 _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
-    tree.Instruction: _nothing,
+    **dict.fromkeys((tree.Instruction, ir.OneSided), lambda operation, machine: Work(0.0)),  # Signals and waits send no data.
     ir.Compute: _kernel,
     ir.Matmul: _matmul,
     ir.Grouped: _grouped,
@@ -212,7 +206,6 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     **dict.fromkeys((ir.Group, ir.Routed), _group),
     ir.PointToPoint: _pair,
     **dict.fromkeys((ir.Put, ir.Get), _one_sided),
-    ir.OneSided: _nothing,  # Signals and waits send no data.
     **dict.fromkeys((ir.Record, ir.Wait), lambda operation, machine: Work(EVENT_SECONDS)),
     # A fork or join takes time only on the streams that wait.
     **dict.fromkeys((ir.Fork, ir.Join), lambda operation, machine: Work(FORK_SECONDS if operation.waits else 0.0)),

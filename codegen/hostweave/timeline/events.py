@@ -122,10 +122,9 @@ class Timeline:
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         head = f"{self.program} on {self.mesh}{f' at {sizes}' if sizes else ''}: {self.micros:.1f} us, {self.basis}"
-        rows = [(t.rank, t.busy, t.exposed, t.idle, t.sent) for t in self.totals[:MAX_LINES]]
         lines = [
-            f"  rank {rank}: busy {busy:.1f} us, exposed {exposed:.1f} us, idle {idle:.1f} us, {sent:,} bytes sent"
-            for rank, busy, exposed, idle, sent in rows
+            f"  rank {t.rank}: busy {t.busy:.1f} us, exposed {t.exposed:.1f} us, idle {t.idle:.1f} us, {t.sent:,} bytes sent"
+            for t in self.totals[:MAX_LINES]
         ]
         lines += [f"  and {len(self.ranks) - MAX_LINES} more ranks"] if len(self.ranks) > MAX_LINES else []
         path = [self.events[number] for number in self.critical_path]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ir import Fusion, Value
 from hostweave.fusion_ir.ops import communicates
 from hostweave.timeline.events import COMMUNICATION, COMPUTE
 
@@ -59,7 +59,8 @@ def graph_of(fusion: Fusion) -> OpGraph:
             operands = tuple(number_of[name] for name in op.tensors)
             number_of[op.result.name] = len(rows)
             kind = COMMUNICATION if communicates(op) else COMPUTE
-            rows.append(_row(op.result, _text(op), kind, str(op.location or ""), operands))
+            text = f"%{op.result.name} = {str(op).split(' = ', 1)[1]}"
+            rows.append(_row(op.result, text, kind, str(op.location or ""), operands))
     return OpGraph(tuple(rows), tuple(name for name, _ in fusion.mesh.axes))
 
 
@@ -69,10 +70,6 @@ def _row(value: Value, text: str, kind: str, source: str = "", operands: tuple[i
     whole = str(value).removeprefix(f"%{value.name}: ")
     note = whole[whole.index("]") + 1 :].strip() if "]" in whole else ""
     return GraphRow(text, kind, type.dtype.name, dims, note, source, operands)
-
-
-def _text(op: Op) -> str:
-    return f"%{op.result.name} = {str(op).split(' = ', 1)[1]}"
 
 
 @dataclass(frozen=True)

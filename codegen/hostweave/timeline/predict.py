@@ -56,11 +56,11 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
         found = ((numbers[each],) if each in numbers else predecessors(each) for each in task.after)
         return tuple(dict.fromkeys(number for numbers_of_task in found for number in numbers_of_task))
 
-    numbers_of: dict[Rendezvous, tuple[int, ...]] = {}
-    for rendezvous in (rendezvous for task in shown for rendezvous in task.meets):
-        if rendezvous not in numbers_of:
-            numbers_of[rendezvous] = tuple(numbers[other] for other in rendezvous.tasks if other in numbers)
-    events = tuple(_event(task, predecessors(task), _joined([numbers_of[rendezvous] for rendezvous in task.meets])) for task in shown)
+    @cache
+    def numbers_of(rendezvous: Rendezvous) -> tuple[int, ...]:
+        return tuple(numbers[other] for other in rendezvous.tasks if other in numbers)
+
+    events = tuple(_event(task, predecessors(task), _joined([*map(numbers_of, task.meets)])) for task in shown)
     streams = (CALLER, *(f"{pool.name}[{k}]" for pool in program.streams for k in range(pool.count)))
     used = {event.stream for event in events}
     shown_streams = tuple(stream for stream in streams if stream in used)

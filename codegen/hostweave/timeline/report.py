@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -69,7 +70,10 @@ class Report:
             if one.kind != WAITING:
                 found.setdefault((one.name, one.source), []).append((one, other))
         return tuple(
-            Comparison(name, pairs[0][0].kind, pairs[0][0].instruction, len(pairs), *(_mean(events) for events in zip(*pairs, strict=True)))
+            Comparison(
+                *(name, pairs[0][0].kind, pairs[0][0].instruction, len(pairs)),
+                *(fmean(event.micros for event in events) for events in zip(*pairs, strict=True)),
+            )
             for (name, _), pairs in found.items()
         )
 
@@ -123,10 +127,6 @@ def _told(timeline: Timeline, ranks: set[int]) -> dict[int, dict[str, Any]]:
         number: {**vars(event), "after": [other for other in event.after if other in known], "meets": met[event.meets]}
         for number, event in known.items()
     }
-
-
-def _mean(events: tuple[Event, ...]) -> float:
-    return sum(event.micros for event in events) / len(events)
 
 
 def _laid_out(template: str, **values: Any) -> str:
