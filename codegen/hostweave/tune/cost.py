@@ -22,7 +22,6 @@ from hostweave.fusion_ir.ops.grouped import GROUPED, OUTER
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.host_ir import ir
 from hostweave.types.machine import H200, Machine
-from hostweave.types.mesh import Mesh
 from hostweave.types.size import product
 from hostweave.types.tensor import BufferType, DType
 from hostweave.types.zigzag import Zigzag
@@ -213,7 +212,9 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
             return 0.0
         moved = [bytes_of[name] for name in (*op.tensors, op.result.name)]
         if OPS[op.kind].is_reshard_step:
-            return communication(machine, op.kind, _ranks(op, types[op.tensors[0]].mesh_in(fusion.mesh)), max(moved))
+            axes = step_of(op).axes
+            ranks = types[op.tensors[0]].mesh_in(fusion.mesh).size_of(axes) if axes else 2  # a step without axes counts as 2 ranks
+            return communication(machine, op.kind, ranks, max(moved))
         if OPS[op.kind].is_product:
             return product_of(op, fusion, sizes, tf32).seconds(machine)
         if op.kind == "attention" or op.kind in GRADIENTS:
@@ -221,12 +222,6 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
         return machine.launch + sum(moved) / machine.memory
 
     return {op.result.name: of_op(op) for op in fusion.ops}
-
-
-def _ranks(op: Op, mesh: Mesh) -> int:
-    """Number of ranks that communicate in a reshard step. A step without axes counts as 2 ranks."""
-    axes = step_of(op).axes
-    return mesh.size_of(axes) if axes else 2
 
 
 def in_kernel(kind: str, ranks: int, size: float) -> float:

@@ -129,13 +129,10 @@ def times_of(choice: Choice) -> str:
     best = min(choice.alternatives, key=lambda one: one.micros)
     if best.micros >= choice.chosen.micros:
         return text
-    gain = choice.chosen.micros - best.micros
-    return f"{text}; {best.name} would gain {gain:.1f} us{_too_little(choice, gain)}"
-
-
-def _too_little(choice: Choice, gain: float) -> str:
-    is_by_gain = choice.chosen.algorithm == IN_SEQUENCE and gain < (wanted := min_gain(choice.chosen.micros))
-    return f", but at least {wanted:.1f} us are needed" if is_by_gain else ", but this one was requested"
+    gain, wanted = choice.chosen.micros - best.micros, min_gain(choice.chosen.micros)
+    is_by_gain = choice.chosen.algorithm == IN_SEQUENCE and gain < wanted
+    why = f"at least {wanted:.1f} us are needed" if is_by_gain else "this one was requested"
+    return f"{text}; {best.name} would gain {gain:.1f} us, but {why}"
 
 
 def _loop(alternative: Alternative, options: Options) -> str:
