@@ -22,7 +22,6 @@ NEEDED_PACKAGES = {
     **dict.fromkeys(("generate", "torch_training", "vit"), ("torch", "transformers")),
 }
 
-
 RUNS_ALL = "figures"  # this benchmark runs most of the other benchmarks
 
 
@@ -58,7 +57,6 @@ def bench(names: Sequence[str]) -> int:
 
 
 def _missing_requirement(name: str) -> str | None:
-    """The first requirement that this machine does not meet, or None."""
     if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
         return f"needs {needed} GPU{'s' if needed > 1 else ''}, but this machine has {len(gpus())}"
     missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]

@@ -76,9 +76,8 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
     repetitions = repetitions_in(MEASURED_SECONDS, time.perf_counter() - started)
     matching: Counter[str] = Counter()
     for rank, results in enumerate(results_of_ranks):
-        for name, actual, expected_value in zip(
-            fusion.outputs, results if isinstance(results, tuple) else (results,), expected, strict=True
-        ):
+        outputs = results if isinstance(results, tuple) else (results,)
+        for name, actual, expected_value in zip(fusion.outputs, outputs, expected, strict=True):
             value, allowed = fusion.values()[name], tolerance_of(fusion, name, sizes)
             block = expected_value[block_of(value.type, fusion.mesh, rank, expected_value.shape)]
             errors = np.abs(actual.astype(np.float64) - block) / (allowed.atol + allowed.rtol * np.abs(block))

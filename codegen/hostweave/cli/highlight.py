@@ -17,17 +17,14 @@ from hostweave.types.tensor import DTYPES
 
 def show(text: str, language: str) -> None:
     """Prints a text, in colours if `has_colours()`. `language` is cpp or ir."""
-    print(highlighted(text, language) if has_colours() else text, end="")
+    if has_colours():
+        text = highlight(text, CppLexer(stripnl=False, ensurenl=False) if language == "cpp" else ir_lexer(), TerminalFormatter())
+    print(text, end="")
 
 
 def has_colours() -> bool:
     """True if stdout is a terminal that shows colours, and the user has not set NO_COLOR."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def highlighted(text: str, language: str) -> str:
-    lexer = CppLexer(stripnl=False, ensurenl=False) if language == "cpp" else ir_lexer()
-    return str(highlight(text, lexer, TerminalFormatter()))
 
 
 @cache

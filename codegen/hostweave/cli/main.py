@@ -91,8 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("compile", _compile, "Compile a program and print the folder of its sources and module.", program, target, as_json)
     add("check", _check, "Prove a program free of races and deadlocks, and check its results, at --sizes or small sizes.", program, as_json)
-    explain_help = "Explain the choice for each communication, with times of the alternatives."
-    add("explain", _explain, explain_help, program, target, as_json)
+    add("explain", _explain, "Explain the choice for each communication, with times of the alternatives.", program, target, as_json)
 
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.", program)
     inspect.add_argument(
@@ -119,12 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run, except 'figures'")
     benchmarks.add_argument("--list", action="store_true", help="list the benchmarks and their purpose")
 
-    doctor_help = "Report the compiler, CUDA, NCCL, cuBLAS, GPUs and cache, and how to install missing parts."
-    doctor = add("doctor", _doctor, doctor_help, as_json)
+    doctor = add("doctor", _doctor, "Report the compiler, CUDA, NCCL, cuBLAS, GPUs and cache, and how to install missing parts.", as_json)
     doctor.add_argument("--target", choices=NAMES, help="also exit with status 1 if this machine cannot compile for this target")
 
-    calibrate_help = "Measure the GPUs of this machine, in about a minute, for the cost model that chooses overlaps."
-    add("calibrate", _calibrate, calibrate_help)
+    add("calibrate", _calibrate, "Measure the GPUs of this machine, in about a minute, for the cost model that chooses overlaps.")
 
     cache_help = "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it."
     cached = add("cache", _cache, cache_help, as_json)

@@ -49,7 +49,9 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
             if buffers := replay.buffers.get(begin):
                 rows.append(_row(begin, of, layout.bytes[buffers.start], layout.offsets[buffers], uses, lines[number - 1]))
     if replay.workspace:
-        rows.insert(0, _workspace_row(layout.bytes[0], layout.offsets[replay.workspace], replay.bodies, lines))
+        used = [numbers[place.number] for body, numbers in zip(replay.bodies, lines, strict=True) for place in _need_workspace(body)]
+        bytes, offsets = layout.bytes[0], layout.offsets[replay.workspace]
+        rows.insert(0, MemoryRow("workspace of matmuls", "", bytes, offsets, (used[0], used[-1]), ("caller",)))
     return MemoryPlan(tuple(rows), layout.peak, layout.bound)
 
 
@@ -152,19 +154,8 @@ def _library() -> ctypes.CDLL:
 def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Sequence[int]) -> MemoryRow:
     uses_of_buffer = uses.lives[begin.place] or [begin.place]
     streams = dict.fromkeys(place.stream[0] if place.stream else "caller" for place in uses_of_buffer)
-    return MemoryRow(
-        f"%{begin.name}{of}",
-        str(begin.type),
-        bytes,
-        offsets,
-        (lines[uses_of_buffer[0].number], lines[uses_of_buffer[-1].number]),
-        tuple(streams),
-    )
-
-
-def _workspace_row(bytes: int, offsets: tuple[int, ...], parts: Sequence[ir.HostProgram], lines: Sequence[Sequence[int]]) -> MemoryRow:
-    used = [buffers[place.number] for part, buffers in zip(parts, lines, strict=True) for place in _need_workspace(part)]
-    return MemoryRow("workspace of matmuls", "", bytes, offsets, (used[0], used[-1]), ("caller",))
+    first_and_last = lines[uses_of_buffer[0].number], lines[uses_of_buffer[-1].number]
+    return MemoryRow(f"%{begin.name}{of}", str(begin.type), bytes, offsets, first_and_last, tuple(streams))
 
 
 def line_numbers(program: ir.HostProgram) -> list[list[int]]:
@@ -190,10 +181,8 @@ def line_numbers(program: ir.HostProgram) -> list[list[int]]:
 def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
     """The program with numbered lines, and the offsets of its buffers. Sizes that are not given have the values of `default_sizes`."""
     if unknown := sizes.keys() - set(program.given_sizes()):
-        known = ", ".join(program.given_sizes()) or "none"
-        raise HostweaveError(
-            f"{program.name}: --sizes: there is no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}"
-        )
+        named, known = ", ".join(sorted(unknown)), ", ".join(program.given_sizes()) or "none"
+        raise HostweaveError(f"{program.name}: --sizes: there is no size named {named}; the sizes of the program: {known}")
     bound = default_sizes(program, sizes)
     numbered = [f"{number:4}  {line}" for number, line in enumerate(str(program).splitlines(), 1)]
     at = ", ".join(f"{name}={size}" for name, size in bound.items())
@@ -207,7 +196,7 @@ def memory_report(program: ir.HostProgram, sizes: Mapping[str, int]) -> str:
 
 def _ranks_that_differ(program: ir.HostProgram) -> tuple[int, ...]:
     """The first rank of each set of ranks that are in the same meshes."""
-    meshes = {i.ranks for body in bodies(program) for i in tree.walk(body.body) if i.ranks}
+    meshes = {i.ranks for i in program.instructions() if i.ranks}
     first: dict[frozenset[Mesh], int] = {}
     for rank in program.mesh.all_ranks:
         first.setdefault(frozenset(mesh for mesh in meshes if rank in mesh.all_ranks), rank)
