@@ -143,29 +143,24 @@ class FieldRanks:
         instruction = operations[0].instruction
         if not operations[0].communications:
             self.compute(ranks, operations)
-        elif isinstance(instruction, ir.OneSided):
-            self.transfer(ranks, operations)
-        elif not is_posted:
-            self.post(ranks, operations)
-        elif instruction.exchanges:
-            self.exchange(ranks, operations)
-        else:
-            self.receive(ranks, operations)
-
-    def post(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
+            return
+        receive = self.exchange if instruction.exchanges else self.receive
+        act = self.transfer if isinstance(instruction, ir.OneSided) else receive if is_posted else self.post
         for rank, operation in zip(ranks, operations, strict=True):
-            self.executed.add(operation.instruction)
-            for part in operation.communications:
-                read = next((access for access in part.accesses if access.reads), None)
-                self.posted[part] = self.view([rank], [read]).read().copy() if read else None
-                self.executed.add(part.instruction)
+            act(rank, operation)
 
-    def receive(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        for rank, operation in zip(ranks, operations, strict=True):
-            for part in operation.communications:
-                for access in part.accesses:
-                    if access.writes:
-                        self.fill([rank], [access], self.received(rank, part))
+    def post(self, rank: int, operation: Operation) -> None:
+        self.executed.add(operation.instruction)
+        for part in operation.communications:
+            read = next((access for access in part.accesses if access.reads), None)
+            self.posted[part] = self.view([rank], [read]).read().copy() if read else None
+            self.executed.add(part.instruction)
+
+    def receive(self, rank: int, operation: Operation) -> None:
+        for part in operation.communications:
+            for access in part.accesses:
+                if access.writes:
+                    self.fill([rank], [access], self.received(rank, part))
 
     def received(self, rank: int, part: Operation) -> Samples:
         instruction, sources = part.instruction, self.match_of[part].sources(part)
@@ -190,12 +185,11 @@ class FieldRanks:
         total: Samples = reduce(getattr(self.functions, REDUCTIONS[op]), terms)
         return self.functions.divide(total, len(terms)) if op == "avg" else total
 
-    def exchange(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        for rank, operation in zip(ranks, operations, strict=True):
-            _, *others = [access for access in operation.accesses if access.reads]
-            (kernel,) = tree.names(operation.instruction, "launch")
-            reads = [self.exchanged(rank, operation, self.kernels[kernel]), *(self.view([rank], [access]).read() for access in others)]
-            self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
+    def exchange(self, rank: int, operation: Operation) -> None:
+        _, *others = [access for access in operation.accesses if access.reads]
+        (kernel,) = tree.names(operation.instruction, "launch")
+        reads = [self.exchanged(rank, operation, self.kernels[kernel]), *(self.view([rank], [access]).read() for access in others)]
+        self.write([rank], [operation], self.run_kernel(kernel, [rank], reads))
 
     def exchanged(self, rank: int, operation: Operation, kernel: ir.Kernel) -> Samples:
         """Elements that a kernel's collective delivers to a rank, as the kernel's first input."""
@@ -207,14 +201,13 @@ class FieldRanks:
         first = operation.process_group.index(rank) * prod(shape) if kind == "reduce_scatter" else 0
         return whole.ravel()[first : first + prod(shape)].reshape(shape)
 
-    def transfer(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        for rank, operation in zip(ranks, operations, strict=True):
-            read = [access for access in operation.accesses if access.reads]
-            written = [access for access in operation.accesses if access.writes]
-            for source, target in zip(read, written, strict=False):
-                self.fill([rank], [target], self.view([rank], [source]).read())
-            self.posted[operation] = None
-            self.executed.add(operation.instruction)
+    def transfer(self, rank: int, operation: Operation) -> None:
+        read = [access for access in operation.accesses if access.reads]
+        written = [access for access in operation.accesses if access.writes]
+        for source, target in zip(read, written, strict=False):
+            self.fill([rank], [target], self.view([rank], [source]).read())
+        self.posted[operation] = None
+        self.executed.add(operation.instruction)
 
     def compute(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
         operation = operations[0]
