@@ -4,7 +4,7 @@ With `ON_SAMPLES` instead of NumPy, the implementations compute all samples at o
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import reduce
+from functools import partialmethod, reduce
 from typing import Any
 
 import numpy as np
@@ -104,12 +104,6 @@ class Functions:
             in_domain = _RANDOM_FUNCTIONS[name](x.value)
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)
 
-    def exp(self, x: Any) -> Any:
-        return as_reals(x)[0].exp()
-
-    def log(self, x: Any) -> Any:
-        return as_reals(x)[0].log()
-
     def sqrt(self, x: Any) -> Any:
         if isinstance(x, Number):
             return np.sqrt(x)
@@ -150,13 +144,7 @@ class Functions:
         product = reduce(lambda total, i: self.multiply(total, rows[..., i]), range(rows.shape[-1]), self.ones(rows.shape[:-1]))
         return product.reshape(shape)
 
-    def max(self, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
-        return self._extreme(np.max, np.argmax, x, axis, keepdims, initial)
-
-    def min(self, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
-        return self._extreme(np.min, np.argmin, x, axis, keepdims, initial)
-
-    def _extreme(self, function: Any, arg_function: Any, x: Any, axis: Any, keepdims: bool, initial: Any) -> Any:
+    def _extreme(self, function: Any, arg_function: Any, x: Any, axis: Any = None, keepdims: bool = False, initial: Any = None) -> Any:
         if not isinstance(x, Real):
             given = {} if initial is None else {"initial": initial}
             return Exact(np.asarray(function(x.value, axis=inner_axes(axis, x.ndim), keepdims=keepdims, **given)))
@@ -165,6 +153,8 @@ class Functions:
             return self.full(shape, initial, np.float64)
         at = arg_function(rows.value, axis=-1)[..., None]
         return rows.map(lambda part: np.take_along_axis(part, at, -1)).reshape(shape)
+
+    max, min = partialmethod(_extreme, np.max, np.argmax), partialmethod(_extreme, np.min, np.argmin)
 
     @staticmethod
     def argmax(x: Any, axis: int, keepdims: bool = False) -> Any:
@@ -232,9 +222,6 @@ class Functions:
 
     def zeros_like(self, x: Any) -> Any:
         return self.full(x.shape, 0, x.dtype)
-
-    def ones_like(self, x: Any) -> Any:
-        return self.full(x.shape, 1, x.dtype)
 
     @staticmethod
     def nonzero(x: Any) -> Any:
@@ -349,6 +336,7 @@ _add(
 )
 _add(lambda name: lambda x: Exact(getattr(np, name)(x.value)), "isneginf isnan isfinite logical_not bitwise_invert")
 _add(lambda name: lambda x: Functions.integer(getattr(np, name), x), "floor ceil trunc round")
+_add(lambda name: lambda x: getattr(as_reals(x)[0], name)(), "exp log")
 _MOVES: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x.copy(),
     "reshape": lambda x, shape: x.reshape(shape),

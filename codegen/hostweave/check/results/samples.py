@@ -91,13 +91,6 @@ class Samples:
     def __bool__(self) -> bool:
         return bool(self.single_sample())
 
-    def any(self) -> bool:
-        return bool(self.value.any())
-
-    @property
-    def flat(self) -> Any:
-        return self.value.flat
-
     def __getitem__(self, key: Any) -> Samples:
         key = key_of(key)
         return self.map(lambda part: part[key])
@@ -127,26 +120,17 @@ class Samples:
     def differs(self, other: Samples) -> Part:
         raise NotImplementedError
 
-    # Operators call the functions of functions.py.
-    def __neg__(self) -> Any:
-        return self.functions.negative(self)
 
-    def __invert__(self) -> Any:
-        return self.functions.bitwise_invert(self)
-
-    def __abs__(self) -> Any:
-        return self.functions.abs(self)
-
-
+# Operators call the functions of functions.py.
 def _add_operator(name: str, function: str) -> None:
-    setattr(Samples, f"__{name}__", lambda self, other: getattr(self.functions, function)(self, other))
+    setattr(Samples, f"__{name}__", lambda self, *other: getattr(self.functions, function)(self, *other))
     setattr(Samples, f"__r{name}__", lambda self, other: getattr(self.functions, function)(other, self))
 
 
 _OPERATORS = (
     "add:add sub:subtract mul:multiply truediv:divide floordiv:floor_divide mod:remainder pow:power and:bitwise_and or:bitwise_or "
     "xor:bitwise_xor lshift:bitwise_left_shift rshift:bitwise_right_shift lt:less le:less_equal gt:greater ge:greater_equal eq:equal "
-    "ne:not_equal"
+    "ne:not_equal neg:negative invert:bitwise_invert abs:abs"
 )
 for _pair in _OPERATORS.split():
     _add_operator(*_pair.split(":"))
@@ -259,7 +243,6 @@ class Real(Samples):
         return Real(shadow, field.hashed(word, self.element, *(other.element for other in others)))
 
     def equals(self, other: Real) -> Part:
-        """True for each pair of numbers that are equal in the field."""
         same: Part = self.element == other.element
         return same
 
