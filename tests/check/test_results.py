@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 
+import numpy as np
 import pytest
 from compiled_fusions import fusion_of
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
+from hostweave.check.results.results import ComparedOutput
+from hostweave.check.results.samples import Real
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.host_ir import ir, tree
@@ -83,6 +86,12 @@ def test_comparisons_of_infinities_and_nans(is_selected: Callable[[hw.Tensor], h
     assert not check(host, fusion=selected)
     wrong = changed(host, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
     assert "is not what the fusion computes" in fault(selected, wrong)
+
+
+def test_an_infinite_value_in_f64_equals_only_itself() -> None:
+    actual, expected = ([[1.0, np.inf, np.nan, -np.inf, 1.0]], [[np.inf, np.inf, np.nan, np.inf, 1.0]])
+    samples = [Real.from_parts(np.array(values), np.zeros((1, 5), np.uint64)) for values in (actual, expected)]
+    assert ComparedOutput("y", 0, *samples, (), (5,)).differs_in_f64(1e-9).tolist() == [[True, False, False, True, False]]
 
 
 def test_names_the_first_pass_with_another_result() -> None:

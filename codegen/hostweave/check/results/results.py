@@ -134,8 +134,6 @@ def _difference(
 
 @dataclass(frozen=True)
 class ComparedOutput:
-    """A rank's block of an output, and the expected block."""
-
     name: str
     rank: int
     actual: Samples
@@ -148,12 +146,7 @@ class ComparedOutput:
         actual, expected = self.actual.value, self.expected.value
         if expected.dtype.kind != "f":
             return np.asarray(actual != expected)
-        near = (
-            (np.abs(actual - expected) <= tolerance * (1 + np.abs(expected)))
-            | (actual == expected)
-            | (np.isnan(actual) & np.isnan(expected))
-        )
-        return np.asarray(~near)
+        return ~np.isclose(actual, expected, tolerance, tolerance, equal_nan=True)
 
     def difference(self, expected: Expected, at: Sequence[int]) -> Difference:
         """Difference at one element. `at` is the number of the sample, followed by the index in the block."""
@@ -225,7 +218,6 @@ class Results:
             self.compare(instances, matches, expected.setdefault(tuple(sizes.items()), Expected(self.fusion, sizes)))
 
     def compare(self, instances: Instances, matches: Sequence[MatchedCommunications], expected: Expected) -> None:
-        """Raises ProgramError for the first wrong element."""
         if expected.elements > self.max_elements:
             at = "".join(f", {name}={size}" for name, size in expected.sizes.items())
             self.skipped.append(f"the results{at}: {expected.elements:.1e} elements are more than {self.max_elements:.1e}")
@@ -270,17 +262,13 @@ def cases(fusion: Fusion, program: ir.HostProgram, known: Mapping[tuple[tuple[st
             break
         if each := each or with_far_branches(program, max_factor):
             case = known.get(tuple(at.items())) if each is program else None
-            case = case or _case(each, at)
-            executed = {operation.instruction for operations in case[1].ranks for operation in operations}
+            instances = case[1] if case else instantiate(each, at)
+            case = case or (at, instances, match_communications(instances))
+            executed = {operation.instruction for operations in instances.ranks for operation in operations}
             executed = set(map(_without_values, tree.walk(tuple(executed))))
             needed += [case] if not needed or has_blocks or executed & remaining else []
             remaining -= executed
     return needed
-
-
-def _case(program: ir.HostProgram, sizes: Sizes) -> Case:
-    instances = instantiate(program, sizes)
-    return sizes, instances, match_communications(instances)
 
 
 @ir.analysis
