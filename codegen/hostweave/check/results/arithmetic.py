@@ -85,23 +85,15 @@ def run_fusion(
 def _run_kernel_on_ranks(op: Op, tensors: Sequence[Samples], mesh: Mesh, sizes: Sizes, functions: Functions) -> tuple[Samples, ...]:
     kernel = op.user_kernel
     assert kernel is not None
-    shapes = [global_shape(type, sizes) for type in kernel.outputs]
     samples = max((x.samples for x in tensors), default=1)
-    global_outputs = [functions.zeros(shape, computing_dtype(type.dtype)) for shape, type in zip(shapes, kernel.outputs, strict=True)]
-    global_outputs = [global_output.map(lambda part: np.repeat(part, samples, axis=0)) for global_output in global_outputs]
+    zeros = [functions.zeros(global_shape(type, sizes), computing_dtype(type.dtype)) for type in kernel.outputs]
+    results = [x.map(lambda part: np.repeat(part, samples, axis=0)) for x in zeros]
+    types, arrays, inputs = (*kernel.inputs, *kernel.outputs), (*tensors, *results), len(tensors)
     for rank in mesh.all_ranks:
-
-        def positions(type: TensorType, shape: tuple[int, ...], rank: int = rank) -> tuple[Any, ...]:
-            return block_of(TensorType(type.dtype, type.dims), mesh, rank, shape)
-
-        blocks = [x[positions(type, x.shape)] for type, x in zip(kernel.inputs, tensors, strict=True)]
-        blocks_of_outputs = [positions(type, shape) for type, shape in zip(kernel.outputs, shapes, strict=True)]
-        outputs = [
-            (global_output[block_index].shape, type.dtype)
-            for global_output, block_index, type in zip(global_outputs, blocks_of_outputs, kernel.outputs, strict=True)
-        ]
-        for global_output, block_index, block in zip(
-            global_outputs, blocks_of_outputs, results_of_kernel(kernel.name, blocks, outputs, functions), strict=True
-        ):
-            global_output[block_index] = block
-    return tuple(global_outputs)
+        indices = [block_of(TensorType(type.dtype, type.dims), mesh, rank, x.shape) for type, x in zip(types, arrays, strict=True)]
+        blocks = [x[index] for x, index in zip(arrays, indices, strict=True)]
+        outputs = [(block.shape, type.dtype) for block, type in zip(blocks[inputs:], kernel.outputs, strict=True)]
+        made = results_of_kernel(kernel.name, blocks[:inputs], outputs, functions)
+        for result, index, block in zip(results, indices[inputs:], made, strict=True):
+            result[index] = block
+    return tuple(results)

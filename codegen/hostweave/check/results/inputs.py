@@ -21,7 +21,7 @@ from hostweave.types.mesh import Sizes
 from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import TensorType, global_shape
 
-SMALL_INTEGERS = range(3)  # values of integers without a role
+SMALL_INTEGERS = 3  # number of values of integers without a role
 BITS = 2**16  # number of values of integers that xor reduces; with few bits, two results are often equal by chance
 ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "positions", "starts", "lengths", "offsets", "ends", "xored"
 
@@ -64,9 +64,8 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
         return functions.real.from_parts(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
-    range_of_role = {POSITIONS: (0, bound), STARTS: (0, bound + 1), LENGTHS: (0, bound + 1), OFFSETS: (0, bound + 1), ENDS: (0, bound + 1)}
-    low, high = (range_of_role | {XORED: (0, BITS)}).get(role, (SMALL_INTEGERS.start, SMALL_INTEGERS.stop))
-    values: Any = random.integers(low, max(high, low + 1), shape)
+    count = {ANY: SMALL_INTEGERS, XORED: BITS, POSITIONS: bound}.get(role, bound + 1)
+    values: Any = random.integers(0, max(count, 1), shape)
     if role in (OFFSETS, ENDS):
         values.sort(axis=-1)
     if role == OFFSETS:
@@ -122,7 +121,5 @@ def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]
 
 
 def _moves(op: Op) -> bool:
-    definition = OPS[op.kind]
-    return (
-        definition.is_view or definition.is_reshard_step or op.kind in ("astype", "copy", "reshard", "broadcast_to", "collective_permute")
-    )
+    copies = ("astype", "copy", "reshard", "broadcast_to", "collective_permute")
+    return OPS[op.kind].is_view or OPS[op.kind].is_reshard_step or op.kind in copies
