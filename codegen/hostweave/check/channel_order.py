@@ -34,11 +34,7 @@ class PostedCommunications:
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Records the communications of a task that starts at `clock`. Returns earlier communications that must precede the task and may
-        still run.
-
-        Two communications on one channel need no order if the communication library does both, because the library orders its
-        communications.
-        """
+        still run."""
         channels = {_place(part) for part in task.operation.communications if part.may_be_serialised}
         if not channels:
             return []
@@ -101,17 +97,12 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
 def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
     """Key of a rank's operations. Equal for ranks whose operations differ only in the numbers of peers."""
     numbers, peers = {operation: k for k, operation in enumerate(operations)}, dict[int | None, int]()
-    return tuple(
-        [
-            (
-                operation.instruction,
-                operation.stream,
-                tuple([numbers[waited] for waited in operation.waits]),
-                tuple([(part.instruction, peers.setdefault(part.peer, len(peers))) for part in operation.communications]),
-            )
-            for operation in operations
-        ]
-    )
+    shape = list[object]()
+    for operation in operations:
+        waits = tuple([numbers[waited] for waited in operation.waits])
+        posted = tuple([(part.instruction, peers.setdefault(part.peer, len(peers))) for part in operation.communications])
+        shape.append((operation.instruction, operation.stream, waits, posted))
+    return tuple(shape)
 
 
 @ir.analysis

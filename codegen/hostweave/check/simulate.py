@@ -58,13 +58,9 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
 
 def _between_calls(binder: _Binder, run: RankRun) -> Operation:
     """The caller's operation between two calls: reads the outputs, and writes the inputs."""
-    positions = ((name, position, binder.roots[name]) for name, position in run.positions.items() if name in binder.roots)
-    parameters_at = [
-        (ByteRegion(name, 0, root.layout, 0), root.role)
-        for name, position, root in positions
-        if position.root == name and root.role != "allocation"
-    ]
-    accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in parameters_at])
+    own = [(name, binder.roots[name]) for name, position in run.positions.items() if position.root == name and name in binder.roots]
+    parameters = ((ByteRegion(name, 0, root.layout, 0), root.role) for name, root in own if root.role != "allocation")
+    accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in parameters])
     return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
 

@@ -9,7 +9,7 @@ from math import gcd, lcm, prod
 from hostweave.check.run import compiled
 from hostweave.fusion_ir.ops.attributes import COUNT
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import bodies, dedupe_functions
+from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, Var, leaves
 from hostweave.host_ir.size_requirements import dims_and_trips, not_negative, trip_counts
 from hostweave.types.mesh import RankSizes
@@ -71,13 +71,11 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
         if chunk and chunk[2].name == name and not any(isinstance(leaf, Var) for leaf in leaves(chunk[1])):
             constant_indices.append(chunk[1])
-    depths = range(min(count, MAX_CALLS - (count - MAX_CALLS) % 2), count, 2)
-    fitting = (
-        depth
-        for depth in depths
-        if all(0 <= compiled(index, RankSizes({name: depth}, program.mesh))({}) < depth for index in constant_indices)
-    )
-    return next(fitting, count)
+
+    def fits(depth: int) -> bool:
+        return all(0 <= compiled(index, RankSizes({name: depth}, program.mesh))({}) < depth for index in constant_indices)
+
+    return next(filter(fits, range(min(count, MAX_CALLS - (count - MAX_CALLS) % 2), count, 2)), count)
 
 
 STEPS_TO_TRY = (16, 256, 4096)  # number of values of each size in the first, second and third search
@@ -141,7 +139,7 @@ def sizes_to_check(program: ir.HostProgram, max_factor: int = MAX_FACTOR) -> tup
     sizes change. Ignores changes above `max_factor` times the minimal sizes, and at sizes at which loops have more than _MAX_ITERATIONS
     iterations."""
     program = dedupe_functions(program)
-    conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
+    conditions = [condition for i in program.instructions() if (condition := i.condition_of_body)]
     small = _small_sizes(program, frozenset(name for condition in conditions for name in _deciding_symbols(condition)))
     smallest = small[0]
     changes = [_changes(program, condition, smallest, max_factor) for condition in conditions]
@@ -180,8 +178,13 @@ def _changes(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, in
 def _factors(program: ir.HostProgram, condition: Expr, smallest: Mapping[str, int]) -> dict[str, int]:
     """Maps symbols to the smallest power of two by which the symbol must grow for the condition to change. Omits symbols for which no
     tested power changes the condition."""
-    found = {name: _factor_until_change(condition, name, RankSizes(smallest, program.mesh)) for name in _deciding_symbols(condition)}
-    return {name: factor for name, factor in found.items() if factor > 1}
+
+    def holds(name: str, factor: int) -> int:
+        return compiled(condition, RankSizes({**smallest, name: smallest[name] * factor}, program.mesh))({})
+
+    symbols = _deciding_symbols(condition)
+    found = {name: next((factor for factor in POWERS_OF_TWO if holds(name, factor) != holds(name, 1)), None) for name in symbols}
+    return {name: factor for name, factor in found.items() if factor}
 
 
 @ir.analysis
@@ -206,7 +209,7 @@ def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[st
 def _iterations(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
     """Sum of the numbers of iterations of all loops. Counts an inner loop once."""
     known = RankSizes(sizes, program.mesh)
-    trips = (i.trips for body in bodies(program) for i in tree.walk(body.body) if i.trips is not None)
+    trips = (i.trips for i in program.instructions() if i.trips is not None)
     return sum((count * count.divisor).bind(known) / count.divisor for count in trips)
 
 
@@ -223,15 +226,6 @@ def _deciding_symbols(condition: Expr) -> list[str]:
     sizes = [leaf.size for leaf in found if isinstance(leaf, Symbol)]
     is_of_sizes = len(sizes) + sum(isinstance(leaf, Const) for leaf in found) == len(found)
     return [name for size in sizes for name in Size(1, (size,)).symbols] if is_of_sizes else []
-
-
-def _factor_until_change(condition: Expr, name: str, smallest: RankSizes) -> int:
-    """Factor by which a size must grow for the condition to change. 1 if no tested power of two changes the condition."""
-
-    def holds(factors: int) -> int:
-        return compiled(condition, RankSizes({**smallest, name: smallest[name] * factors}, smallest.mesh))({})
-
-    return next((factors for factors in POWERS_OF_TWO if holds(factors) != holds(1)), 1)
 
 
 def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[str, int], ...]:
