@@ -335,8 +335,6 @@ class Program:
         Example: `y = program.run(x, w=w)`.
         """
         (call,) = self._running.run(self._bound, [(arrays, named)])
-        if ranks:
-            call.copy_to_donated()
         return call.local_results() if ranks else call.global_results()
 
     @checked
@@ -348,10 +346,7 @@ class Program:
         """
         if len(calls) == 0:
             return []
-        made = self._running.run(self._bound, [((), arrays) for arrays in calls], poison)
-        for call in made:
-            call.copy_to_donated()
-        return [call.local_results() for call in made]
+        return [call.local_results() for call in self._running.run(self._bound, [((), arrays) for arrays in calls], poison)]
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:
         """Measures `repetitions` calls on every rank, after `warmups` unmeasured calls. All ranks start each call at the same time.

@@ -53,7 +53,11 @@ class GlobalCall:
                 raise ArgumentError(f"{self.program.name}: {parameter.name}: shapes differ between calls of one run; make them equal")
 
     def local_results(self) -> list[Any]:
-        """Local output, or tuple of outputs, of every rank. None for an output that a rank does not have."""
+        """Local output, or tuple of outputs, of every rank. None for an output that a rank does not have. Also copies the outputs to
+        donated arrays."""
+        for i, parameter in enumerate(self.program.results):
+            if parameter.memory:
+                self._global_result(i, parameter)
         return [
             _unwrapped(tuple(None if v.array is None else to.library.give(v.array) for v, to in zip(rank, self.results, strict=True)))
             for rank in self.outputs
@@ -63,11 +67,6 @@ class GlobalCall:
         """Global output, or tuple of outputs. If an output reuses a donated input, the result is the caller's array, or a new array if the
         shapes differ."""
         return _unwrapped(tuple(self._global_result(i, p) for i, p in enumerate(self.program.results)))
-
-    def copy_to_donated(self) -> None:
-        for i, parameter in enumerate(self.program.results):
-            if parameter.memory:
-                self._global_result(i, parameter)
 
     def _global_result(self, index: int, parameter: Parameter) -> Array:
         ranks, to = parameter.type.mesh_in(self.program.mesh).all_ranks, self.results[index]
