@@ -60,12 +60,15 @@ class ArrayLibrary(Protocol):
 
     def stream(self, device: int) -> int:
         """The library's current cudaStream_t on a GPU."""
+        return 0
 
-    def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
-        """Makes `empty` allocate for use on a cudaStream_t, or on the current stream if `stream` is None."""
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
+        """Makes `empty` allocate for use on a cudaStream_t."""
+        return nullcontext()
 
     def wait(self, device: int) -> None:
         """Waits for all work on the library's current stream of `device`."""
+        return
 
 
 class ArrayView(NamedTuple):
@@ -94,7 +97,6 @@ class ForeignBuffer(NamedTuple):
 
 
 def _no_memory(what: object, shape: Iterable[int], error: Exception | None = None) -> ExecutionError:
-    """Error for a failed allocation, with the first line of `error`."""
     said = f" ({str(error).partition(chr(10))[0]})" if error else ""
     return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; use smaller arrays")
 
@@ -160,15 +162,6 @@ class NumpyLibrary(ArrayLibrary):
 
     def is_writable(self, array: Array) -> bool:
         return bool(array.flags.writeable)
-
-    def stream(self, device: int) -> int:
-        return 0
-
-    def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def wait(self, device: int) -> None:
-        pass
 
 
 class _Buffers(NumpyLibrary):
@@ -288,9 +281,7 @@ class _Torch(ArrayLibrary):
     def stream(self, device: int) -> int:
         return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(device))  # current_stream would create an object
 
-    def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
-        if stream is None:
-            return nullcontext()
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
         cuda = sys.modules["torch"].cuda
         context: AbstractContextManager[Any] = cuda.stream(cuda.ExternalStream(stream, device=device))
         return context
@@ -333,9 +324,7 @@ class _Cupy(ArrayLibrary):
     def stream(self, device: int) -> int:
         return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
 
-    def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
-        if stream is None:
-            return nullcontext()
+    def on_stream(self, stream: int, device: int) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = sys.modules["cupy"].cuda.ExternalStream(stream, device)
         return context
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
 from hostweave.base.forks import reset_after_fork
@@ -140,7 +140,7 @@ class LocalProgram:
     def prepare(self, bound: BoundInputs, sizes: Sequence[Mapping[str, int]]) -> None:
         mesh, rank = self.host.mesh, self._group.rank
 
-        def step() -> bool:
+        def step() -> None:
             bound_shapes = self.arguments.table(bound).shapes
             global_shapes = [self.arguments.global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
             if self._compared:
@@ -155,7 +155,6 @@ class LocalProgram:
                     pairs = zip(self.host.arguments, shapes, strict=True)
                     local = [block_shape(p.type, mesh, rank, shape) if self.arguments.holds(p) else () for p, shape in pairs]
                     self._group.waiting(partial(native.prepare, local, shapes, 0))
-            return True
 
         with self._group.calling:
             self._group.expect_working()
@@ -318,12 +317,10 @@ class LocalProgram:
         return checked_call
 
     def _compare(self, checked_call: CheckedCall, shapes: object) -> None:
-        """Compares the sizes of a call between the ranks, unless the shapes equal the shapes of the last call."""
         if self._compared and self._compared.compare(checked_call, shapes):
             self._shares_algorithms = True
 
     def _prepare_together(self, check_call: Callable[[], CheckedCall], native: Any) -> CheckedCall:
-        """Checks and prepares a call together with the other ranks."""
         timeout = self._group.call_timeout
         checked_call, signatures = self._agree(check_call, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
@@ -341,10 +338,10 @@ class LocalProgram:
             self.arguments.expect_disjoint(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
         if changed:
 
-            def prepare() -> bool:
+            def prepare() -> None:
                 global_shapes = self.arguments.global_shapes_of(shapes_of_all)
                 self._expect_divided(checked_call, global_shapes)
-                return self._prepare(native, checked_call, global_shapes)
+                self._prepare(native, checked_call, global_shapes)
 
             self._agree(prepare, timeout)
             self._ready_for = ready_for
@@ -365,8 +362,7 @@ class LocalProgram:
             spans = result.spans if self._group.in_process else ()
             signature = replace(signature, shapes=result.shapes, spans=spans, bound=result.table.digest, windows=result.windows)
         signatures = self._group.agree(signature, self._waits_for, timeout, error)
-        assert result is not None
-        return result, signatures
+        return cast(T, result), signatures
 
     def _fail_group(self, interruption: BaseException) -> None:
         if self._group.count > 1:
@@ -387,12 +383,11 @@ class LocalProgram:
         global_shapes = global_shapes or self.arguments.global_shapes(checked_call)
         expect_divided(self.host, global_shapes or _even_shapes(self.host, checked_call.all_shapes))
 
-    def _prepare(self, native: Any, checked_call: CheckedCall, global_shapes: Sequence[Shape] | None) -> bool:
+    def _prepare(self, native: Any, checked_call: CheckedCall, global_shapes: Sequence[Shape] | None) -> None:
         shapes = checked_call.all_shapes
         with native_calls, self._measuring():
             prepare = partial(native.prepare, shapes, global_shapes or [()] * len(shapes), checked_call.stream)
             self._outputs = self._group.waiting(prepare)
-        return True
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -421,7 +416,7 @@ class LocalProgram:
                 why = f"rank {self._group.rank} passes no array, so the library of its output arrays is unknown"
                 raise ArgumentError(f"{self.host.name}: {why}; pass the output arrays as out=")
             return [None] * len(held)
-        with library.on_stream(checked_call.stream if on_given_stream else None, self._device):
+        with library.on_stream(checked_call.stream, self._device) if on_given_stream else nullcontext():
             return [
                 (library, library.empty(shape, parameter.type.dtype, self._device)) if here else None
                 for parameter, shape, here in zip(self.host.results, self._outputs, held, strict=True)
