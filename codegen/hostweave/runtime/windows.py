@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from math import prod
 from operator import itemgetter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,14 +70,6 @@ class WindowArray:
         return {"shape": self.shape, "typestr": dtype.str, "data": (self._memory.address, False), "version": 3, "strides": None}
 
 
-class _HostBytes:
-    """A buffer with NumPy's array interface. Arrays that view the buffer keep its memory alive."""
-
-    def __init__(self, memory: Any, size: int):
-        self._memory = memory
-        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
-
-
 class Windows:
     def __init__(self) -> None:
         self.allocated = 0  # number of allocated arrays, equal on all ranks
@@ -92,7 +84,9 @@ class Windows:
         self._known = sorted([*kept, (memory.address, self.allocated, max(1, size), weakref.ref(memory))], key=itemgetter(0))
         if device != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)
-        return np.asarray(_HostBytes(memory, prod(shape) * dtype.itemsize)).view(numpy_dtype(dtype)).reshape(shape)
+        interface = {"shape": (prod(shape) * dtype.itemsize,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
+        buffer = SimpleNamespace(__array_interface__=interface, memory=memory)  # arrays that view the buffer keep the memory alive
+        return np.asarray(buffer).view(numpy_dtype(dtype)).reshape(shape)
 
     def position_of(self, address: int) -> WindowPosition | None:
         if not (at := bisect_right(self._known, address, key=itemgetter(0))):
@@ -103,13 +97,9 @@ class Windows:
     def names(self, bound: BoundInputs, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
         """Names of the bound inputs, and of the parameters in `arguments`, whose arrays are in windows."""
         if (names_of_bound := self._bound_names.get(bound)) is None:
-            names_of_bound = self._bound_names[bound] = tuple(
-                name for name, (_, array) in bound.arrays.items() if self._position_of_array(array)
-            )
-        return (
-            *names_of_bound,
-            *(parameter.name for parameter, array in arguments if array is not None and self._position_of_array(array)),
-        )
+            found = (name for name, (_, array) in bound.arrays.items() if self._position_of_array(array))
+            names_of_bound = self._bound_names[bound] = tuple(found)
+        return *names_of_bound, *(parameter.name for parameter, array in arguments if self._position_of_array(array))
 
     def _position_of_array(self, array: Array) -> WindowPosition | None:
         try:
