@@ -23,12 +23,8 @@ from hostweave.types.machine import Machine, shipped
 class _Cuda(Target):
     name = "cuda"
     is_asynchronous = True
-    is_simulated = False
-    needs_one_host = False
-    dlopen_flags = 0
     demo_size = 1024
     wheel_requirements = ("torch",)  # loads the CUDA libraries
-    wheel_build_requirements = ()
 
     def toolchain(self) -> Toolchain:
         compiler, cuda_parts = find_compiler(), cuda.find_cuda().require()
@@ -87,7 +83,12 @@ class _Cuda(Target):
         return machine
 
     def why_not(self, transport: Transport) -> str:
-        return why_not(transport)
+        """Reason why NCCL is missing or too old. Checks the header, and the library if this process has loaded it."""
+        for version, where in ((_version_in("nccl.h"), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
+            if version is not None and version < transport.since:
+                cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
+                return f"puts need NCCL {'.'.join(map(str, transport.since))} or later, and {cuda_parts}"
+        return ""
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:
         return default() if requested is None else requested
@@ -103,24 +104,15 @@ TARGET = _Cuda()
 
 
 @cache
-def _nccl_to_build_with() -> tuple[int, ...]:
-    """Version in NCCL's header. Empty if NCCL was not found."""
-    header = next(part for part in cuda.find_cuda().headers if part.name == "nccl.h")
-    return tuple(map(int, re.findall(r"\d+", _version(header))))
+def _version_in(header: str) -> tuple[int, ...]:
+    """Version of the library of a header. Empty if the header was not found."""
+    part = next(part for part in cuda.find_cuda().headers if part.name == header)
+    return tuple(map(int, re.findall(r"\d+", _version(part))))
 
 
 def why_no_puts(ranks: int) -> str:
     """Reason why no transport with puts can be used here, or ""."""
-    return min(why_not(transport) for transport in map(find_transport, NAMES) if transport.carries >= SIGNALS) or why_no_peers(ranks)
-
-
-def why_not(transport: Transport) -> str:
-    """Reason why NCCL is missing or too old for a transport, or "". Checks the header, and the library if this process has loaded it."""
-    for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
-        if version is not None and version < transport.since:
-            cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
-            return f"puts need NCCL {'.'.join(map(str, transport.since))} or later, and {cuda_parts}"
-    return ""
+    return min(TARGET.why_not(transport) for transport in map(find_transport, NAMES) if transport.carries >= SIGNALS) or why_no_peers(ranks)
 
 
 def why_no_scales(scaling: str) -> str:
@@ -132,7 +124,7 @@ def why_no_scales(scaling: str) -> str:
         return f"tensor cores of sm_{number} have no 8-bit floats"
     if scaling != TENSOR and number // 10 != 9:
         return f"cuBLASLt supports scales of a {scaling} only on sm_90, and this is sm_{number}"
-    version = tuple(map(int, re.findall(r"\d+", _version(next(part for part in cuda.find_cuda().headers if part.name == "cublasLt.h")))))
+    version = _version_in("cublasLt.h")
     if scaling != TENSOR and version < (12, 9):
         return f"scales of a {scaling} need cuBLAS 12.9 or later, and {'.'.join(map(str, version)) or 'none'} was found"
     return ""

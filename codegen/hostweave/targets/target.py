@@ -23,12 +23,12 @@ class Target(Protocol):
 
     name: str
     is_asynchronous: bool  # calls only enqueue work, so a watchdog must detect hangs
-    is_simulated: bool  # measured times are not times of GPUs
-    needs_one_host: bool  # all ranks are on one host
-    dlopen_flags: int  # additional dlopen flags for a program's module
+    is_simulated: bool = False  # measured times are not times of GPUs
+    needs_one_host: bool = False  # all ranks are on one host
+    dlopen_flags: int = 0  # additional dlopen flags for a program's module
     demo_size: int  # size per rank of a symbolic dim in `hostweave demo`
     wheel_requirements: tuple[str, ...]  # packages that a program's wheel needs besides NumPy
-    wheel_build_requirements: tuple[str, ...]  # packages that the build of the wheel needs besides scikit-build-core
+    wheel_build_requirements: tuple[str, ...] = ()  # packages that the build of the wheel needs besides scikit-build-core
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         """Raises ProgramError if this target cannot run one of the user kernels."""
