@@ -1,6 +1,7 @@
 """The passes that lower a fusion to a host program, in order. Each pass is a function in a file with the same name."""
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from hostweave.analysis.facts import conditions_are_open, kernels_are_single, nothing_is_freed, updates_are_in_place
@@ -150,13 +151,8 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
 def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, Fusion | HostProgram]]:
     """Name and result of each pass that changed the program."""
     found: list[tuple[str, Fusion | HostProgram]] = []
-
-    def note(name: str, stage: Fusion | HostProgram) -> None:
-        if not found or stage != found[-1][1]:
-            found.append((name, stage))
-
-    lower(program, options, note)
-    return found[1:]
+    lower(program, options, lambda name, stage: found.append((name, stage)))
+    return [after for before, after in pairwise(found) if after[1] != before[1]]
 
 
 def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -35,13 +35,10 @@ Arrays = Sequence[Any]
 ArraysByName = Mapping[str, Any]
 GivenArrays = tuple[Arrays, ArraysByName]  # by position, and by name
 
-_told: set[str] = set()
 
-
+@cache
 def _tell_once(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 class Family:

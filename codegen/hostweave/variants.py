@@ -80,7 +80,6 @@ class Variants(Generic[R]):
         constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())
         if not constants:
             return None
-        freed = None
         with self._lock:
             kept = self._at_sizes.setdefault(owner, {})
             if constants in kept:
@@ -89,9 +88,7 @@ class Variants(Generic[R]):
                 made = self._compiled_at(constants)
                 found = self._running(made) if made else None
             kept[constants] = found
-            if len(kept) > MOST_PER_GROUP:
-                freed = kept.pop(next(iter(kept)))
-        del freed  # The variant is freed outside of the lock.
+            _freed = kept.pop(next(iter(kept))) if len(kept) > MOST_PER_GROUP else None  # freed at the return, outside of the lock
         return found
 
     def _get(self, key: Hashable, compile: Callable[[], Compiled]) -> R:

@@ -60,18 +60,9 @@ class Toolchain:
         first."""
         files = (*(library.path for library in libraries), *self.libraries)
         on_rpath = (*(library.path for library in libraries if not library.soname), *self.libraries)
-        folders = dict.fromkeys(file.parent for file in on_rpath)
+        rpath_flags = [f"-Wl,-rpath,{folder}" for folder in dict.fromkeys(file.parent for file in on_rpath)]
         soname_flags = [f"-Wl,-soname,{soname}"] if soname else []
-        return [
-            str(self.compiler),
-            "-shared",
-            *soname_flags,
-            *objects,
-            *map(str, files),
-            *(f"-Wl,-rpath,{f}" for f in folders),
-            "-o",
-            output,
-        ]
+        return [str(self.compiler), "-shared", *soname_flags, *objects, *map(str, files), *rpath_flags, "-o", output]
 
     @cached_property
     def stamp(self) -> str:
@@ -103,7 +94,6 @@ def find_compiler() -> Path:
 
 
 def openblas_root() -> Path:
-    """Folder of the BLAS package for the CPU target."""
     spec = importlib.util.find_spec("scipy_openblas32")
     if spec is None or spec.origin is None:
         raise BuildError("scipy_openblas32, whose BLAS the CPU target uses, is not installed; pip install scipy-openblas32")
@@ -111,7 +101,6 @@ def openblas_root() -> Path:
 
 
 def require_native() -> None:
-    """Raises BuildError if the native parts of the installation are missing."""
     for path in INSTALLED:
         if not path.is_file():
             raise BuildError(f"{path} is not there: the source tree is not built; pip install .")

@@ -111,7 +111,7 @@ class BoundInputs:
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: BoundInputs | None = None):
         self._host = host
-        types = {parameter.name: parameter.type for parameter in host.arguments}
+        types = self._types = {parameter.name: parameter.type for parameter in host.arguments}
         self.arrays: dict[str, tuple[ArrayLibrary, Array]] = dict(before.arrays) if before else {}
         for name, array in arrays.items():
             where = f"{host.name}: bind: {name}"
@@ -132,9 +132,8 @@ class BoundInputs:
     @cached_property
     def blocks(self) -> list[dict[str, ArrayView]]:
         """For each rank, the rank's blocks of the bound arrays. The arrays must be global."""
-        types = {parameter.name: parameter.type for parameter in self._host.arguments}
         return [
-            {name: block(*library_and_array, types[name], self._host.mesh, rank) for name, library_and_array in self.arrays.items()}
+            {name: block(*library_and_array, self._types[name], self._host.mesh, rank) for name, library_and_array in self.arrays.items()}
             for rank in range(self._host.mesh.size)
         ]
 

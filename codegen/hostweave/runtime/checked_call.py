@@ -26,8 +26,6 @@ _MAX_CACHED_CALLS = 64  # maximum number of cached argument lists per table
 
 @dataclass(frozen=True)
 class BoundTable:
-    """Checked inputs that are bound on a rank."""
-
     library: ArrayLibrary | None  # library of the first bound array; without bound arrays, NumPy on the CPU target, otherwise None
     shapes: tuple[Shape | None, ...]  # None for an input that calls pass
     spans: tuple[ByteRange, ...]
@@ -136,9 +134,8 @@ class Arguments:
         return checked_call
 
     def table(self, bound: BoundInputs) -> BoundTable:
-        return self.tables.get(bound) or self._new_table(bound)
-
-    def _new_table(self, bound: BoundInputs) -> BoundTable:
+        if table := self.tables.get(bound):
+            return table
         parameters = [parameter for parameter in self._host.arguments if parameter.name in bound.arrays]
         checked_arrays = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
         addresses, shapes = addresses_and_shapes(checked_arrays)
@@ -149,8 +146,8 @@ class Arguments:
         digest = key_of(*map(str, memory.items())) if memory else ""
         shapes_of_all = tuple(each and each[1] for each in of_all)
         spans = tuple(self._spans(parameters, checked_arrays, [False] * len(checked_arrays)))
-        made = self.tables[bound] = BoundTable(library, shapes_of_all, spans, digest, native)
-        return made
+        table = self.tables[bound] = BoundTable(library, shapes_of_all, spans, digest, native)
+        return table
 
     def holds(self, parameter: Parameter, rank: int | None = None) -> bool:
         """True if `rank`, by default this rank, has a block of the parameter."""

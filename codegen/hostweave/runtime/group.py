@@ -155,10 +155,9 @@ class Group(FallibleGroup):
         # Keyed by an object that all variants of a program share.
         self.last_sizes: weakref.WeakKeyDictionary[object, StartedCalls] = weakref.WeakKeyDictionary()
         self.calling = threading.RLock()  # held by the thread that makes a call on this rank
-        self._store: Store | None = None
+        self._store = store = provider.store(name, timeout)
         self._world: World | None = None
-        if (store := provider.store(name, timeout)) is not None:
-            self._store = store
+        if store is not None:
             try:
                 self._world = meet(store, name, rank, count, timeout)
             except BaseException:

@@ -12,6 +12,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime.checked_call import CheckedCall
 from hostweave.runtime.coordinator import CallSignature, other_call
 from hostweave.runtime.group import Group
+from hostweave.runtime.rendezvous import ranks_text
 from hostweave.types.tensor import Shape, holds
 
 _CALLS_KEPT = 256  # latest calls whose sizes a rank keeps for error messages
@@ -135,7 +136,6 @@ class ComparedSizes:
         self.is_first = False
 
     def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], checked_call: CheckedCall) -> str | None:
-        """Describes how another rank's sizes of a call differ from this rank's sizes, or None if the sizes are equal."""
         return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(checked_call)})
 
     def _gather(self, call: int, record: str) -> list[str]:
@@ -159,7 +159,7 @@ class ComparedSizes:
             for rank, sizes in sorted(given.items()):
                 held = f"block {list(sizes.local[index])}" if holds(parameter.type, self._host.mesh, rank) else "no block"
                 ranks_of.setdefault(f"{held} of an array {list(sizes.global_shapes[index])}", []).append(rank)
-            text = ", ".join(f"{_ranks(ranks)} {what}" for what, ranks in ranks_of.items())
+            text = ", ".join(f"{ranks_text(ranks)} pass{'es' * (len(ranks) == 1)} {what}" for what, ranks in ranks_of.items())
             uneven = ", and sizes= where ranks hold blocks of different sizes" if self._host.uneven else ""
             return f"{parameter.name}: {text}; pass blocks of one array {parameter.type}{uneven}{self._waits_for}"
         return None
@@ -168,7 +168,3 @@ class ComparedSizes:
 def _parsed(sizes: Sequence[Sequence[Sequence[int]]]) -> CallSizes:
     local, global_shapes = (tuple(map(tuple, shapes)) for shapes in sizes)
     return CallSizes(local, global_shapes)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} passes" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} pass"

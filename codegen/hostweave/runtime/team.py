@@ -101,7 +101,6 @@ class Team:
         return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
 
     def _call(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], work: StagedWork[T]) -> list[T]:
-        """Prepares the ranks for `calls`, and runs `work` on every rank."""
         for group in self.groups:
             group.call_timeout = schedule().timeout_seconds * len(calls)
         module = programs[0].module
@@ -115,7 +114,6 @@ class Team:
 
     @contextmanager
     def lease(self, module: ModuleType, target: Target, wanted: CpuSchedule) -> Iterator[None]:
-        """Waits until the devices are free, and leases them."""
         member = self.groups[0].member(module, target)
         while not (lease := module.lease(module.Schedule(**vars(wanted)), member, POLL_SECONDS)):
             expect_running()
@@ -151,7 +149,7 @@ class Team:
                     if failure and not is_stopping:
                         _print_positions(programs, error)
                         self._abort(failure)
-                        is_stopping, check_wait = True, _stop_deadline(time.monotonic() + _STOP_TIMEOUT)
+                        is_stopping, check_wait = True, partial(_expect_stop, time.monotonic() + _STOP_TIMEOUT)
             if errors:
                 first = next((group.failure for group in self.groups if group.failure), "")
                 raise next((error for error in errors if first.endswith(str(error))), errors[0])
@@ -212,12 +210,9 @@ def _run_and_report(answers: SimpleQueue[Answer], work: Callable[[int], T], rank
         answers.put((rank, None, error))
 
 
-def _stop_deadline(deadline: float) -> Callable[[], None]:
-    def check_wait() -> None:
-        if time.monotonic() > deadline:
-            raise ExecutionError(f"a rank does not stop within {_STOP_TIMEOUT:g} seconds")
-
-    return check_wait
+def _expect_stop(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise ExecutionError(f"a rank does not stop within {_STOP_TIMEOUT:g} seconds")
 
 
 def _print_positions(programs: Sequence[LocalProgram], error: BaseException) -> None:
