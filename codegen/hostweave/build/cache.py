@@ -99,12 +99,10 @@ class _FailedBuildError(BuildError):
 
 
 def key_of(*parts: str) -> str:
-    """Hash of all parts: 16 hex digits."""
     return hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).hexdigest()[:16]
 
 
 def name_of(name: str, *parts: str) -> str:
-    """Name of an entry: a readable prefix, and the hash of `name` and the parts."""
     return f"{name[:_MAX_PREFIX]}-{key_of(name, *parts)}"
 
 
@@ -176,7 +174,6 @@ def get_or_make(name: str, make: Callable[[Path], object], replaces: bool = Fals
 
 
 def entries() -> tuple[CacheEntry, ...]:
-    """All entries of the cache, including failed and unfinished builds."""
     with _as_build_error(), contextlib.suppress(FileNotFoundError):
         _expect_own(root())
         sum_files = [sum_file for folder in _FOLDERS for sum_file in (root() / folder).glob(f"*/{_SUMS}")]
@@ -273,7 +270,6 @@ def _own(folder: Path) -> Path:
 
 
 def _expect_own(folder: Path) -> None:
-    """Raises BuildError if another user can write to the folder."""
     for status in (folder.lstat(), folder.stat()):
         if status.st_uid not in (0, os.geteuid()):
             raise BuildError(

@@ -32,8 +32,6 @@ class CudaPart:
 
 @dataclass(frozen=True)
 class Cuda:
-    """Headers and libraries of one major version of CUDA."""
-
     major: int
     headers: tuple[CudaPart, ...]
     libraries: tuple[CudaPart, ...]  # linked to every program
@@ -54,7 +52,6 @@ class Cuda:
         return self
 
     def require_cudnn(self) -> tuple[Path, Path]:
-        """Paths of cuDNN's header and library. Raises BuildError if one is missing."""
         header, library = self.cudnn
         if header.path is None or library.path is None:
             names = ", ".join(part.name for part in self.cudnn if part.path is None)

@@ -16,7 +16,6 @@ def file_of(gpus: Sequence[Gpu]) -> Path:
 
 
 def measured(gpus: Sequence[Gpu]) -> Machine | None:
-    """Measured figures of `gpus`, or None."""
     return read(file_of(gpus)) if gpus else None
 
 

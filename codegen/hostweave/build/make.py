@@ -32,7 +32,6 @@ def make_runtime(
     soname: str = "",
     dependencies: tuple[Library, ...] = (),
 ) -> None:
-    """Builds a runtime library from `files`."""
     kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
 
     def cubin(unit: Unit) -> Path:

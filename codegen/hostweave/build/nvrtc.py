@@ -89,8 +89,6 @@ def _kernel_in(text: str) -> str:
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The NVRTC library, and the architecture for which it compiles."""
-
     library: Path
     arch: str  # "sm_90a"
     include_folders: tuple[Path, ...]

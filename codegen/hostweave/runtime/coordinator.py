@@ -238,7 +238,6 @@ class ThreadCoordinator(Coordinator):
             table.changed.notify_all()
 
     def _reason_gone(self, rank: int) -> str | None:
-        """Reason why a rank can no longer arrive, or None."""
         thread = self._table.threads[rank]
         if rank in self._table.left:
             return f"rank {rank} has left"

@@ -140,7 +140,6 @@ _native_run = ctypes.CFUNCTYPE(
 
 @cache
 def _register(jax: Any, target: str) -> str:
-    """Registers the custom call of a target's programs. Returns the name of the custom call."""
     library, name = _library(Path(jax.ffi.include_dir()), import_module("jaxlib").__version__), f"hostweave_jax_{target}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform=_PLATFORMS[target])
     return name

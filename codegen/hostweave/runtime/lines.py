@@ -23,7 +23,6 @@ def with_source_lines(text: str, module: ModuleType) -> str:
 
 
 def add_source_lines(error: ExecutionError, module: ModuleType) -> None:
-    """Inserts the user's source lines into the message of an error."""
     error.args = (with_source_lines(str(error), module), *error.args[1:])
 
 

@@ -90,7 +90,6 @@ class Threads:
         return self._store
 
     def table(self, epoch: str) -> ThreadTable:
-        """Shared state of the group with this epoch."""
         with self.lock:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
@@ -153,7 +152,6 @@ class Threads:
         return results
 
     def _end(self, threads: Sequence[threading.Thread], why: str) -> None:
-        """Fails all ranks, and waits briefly for the threads to end."""
         self.fail(why)
         deadline = time.monotonic() + _JOIN_TIMEOUT
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
@@ -161,8 +159,6 @@ class Threads:
 
 
 class KnownRank:
-    """Base class of providers that know the rank when they are created."""
-
     _rank: int
     _count: int
 
@@ -307,8 +303,6 @@ class Communicators(KnownRank):
 
 
 def _serve(job: str, addresses: Sequence[Address], token: str = "") -> TcpServer:
-    """Returns the store of a job in this process. Starts the store if it is not running."""
-
     def serve() -> TcpServer:
         with _servers_lock:
             if job not in _servers:

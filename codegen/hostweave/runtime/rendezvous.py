@@ -83,7 +83,6 @@ def timed_out(timeout: float, ranks: Sequence[int]) -> str:
 
 
 def _answer(store: Store, prefix: str, entries: list[JoinedRank]) -> None:
-    """Answers the ranks, after all ranks have posted their entries."""
     answer: dict[str, Any] = {"epoch": entries[0].token, "entries": [asdict(entry) for entry in entries]}
     others = [entry for entry in entries if entry.count != entries[0].count]
     if others:

@@ -88,7 +88,6 @@ def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
 
 
 def _read(file: Path) -> tuple[Choice, ...] | None:
-    """The stored result, or None. Raises ArgumentError if the file is malformed."""
     try:
         rows = json.loads(file.read_text())
         return tuple(Choice(row["value"], row["function"], tuple(Alternative(*one) for one in row["alternatives"]), True) for row in rows)

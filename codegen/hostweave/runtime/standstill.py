@@ -125,7 +125,6 @@ def _edge(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequ
 
 
 def _late_ranks(position: RankPosition, stream: dict[str, Any], rank: int, ranks: Sequence[list[RankPosition] | None]) -> Iterator[str]:
-    """Texts about the ranks that have not arrived at the communication."""
     for peer in stream["ranks"]:
         if peer == rank:
             continue
