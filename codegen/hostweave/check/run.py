@@ -84,9 +84,7 @@ class RankRun:
         parameters = (*self.program.inputs, *self.program.outputs)
         self.generations = {p.memory: 1 for p in parameters if p.memory}
         inputs = {p.name: BufferPosition(p.name, 0, last=0) for p in self.program.inputs}
-        positions = inputs | {
-            p.name: BufferPosition(p.memory, 0, 1) if p.memory else BufferPosition(p.name, 0) for p in self.program.outputs
-        }
+        positions = inputs | {p.name: BufferPosition(p.memory or p.name, 0, int(bool(p.memory))) for p in self.program.outputs}
         self.positions = {p.name: positions[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
 
     def position(self, name: str, instruction: tree.Instruction) -> BufferPosition:

@@ -24,9 +24,8 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     for statement in tree.body:
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-            name = statement.targets[0].id
-            if name in unset:
+        match statement:
+            case ast.Assign(targets=[ast.Name(name)]) if name in unset:
                 setattr(module, f"_{name}_given", unset.pop(name))
                 statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
     if unset:

@@ -59,9 +59,8 @@ class HostBarrier:
                 time.sleep(0)
                 continue
             now = time.monotonic()
-            if not last_check:
-                last_check = now
-            elif now - last_check > _CHECK_SECONDS:
+            last_check = last_check or now
+            if now - last_check > _CHECK_SECONDS:
                 last_check = now
                 on_wait()
             time.sleep(pause)

@@ -56,9 +56,7 @@ class SimulatedTask:
 
 def tasks_of(instances: Instances, matches: Iterable[MatchedCommunications], machine: Machine) -> list[list[SimulatedTask]]:
     kernels = {kernel.name: kernel for kernel in instances.program.kernels}
-    ranks = []
-    for operations, sizes in zip(instances.ranks, instances.sizes, strict=True):
-        ranks.append(_tasks(operations, machine, kernels, sizes))
+    ranks = [_tasks(operations, machine, kernels, sizes) for operations, sizes in zip(instances.ranks, instances.sizes, strict=True)]
     task_of = {part: task for tasks in ranks for task in tasks for part in (task.operation, *task.operation.members)}
     for matched in matches:
         _add_match(matched, task_of)
