@@ -52,31 +52,25 @@ HW_OPERATOR(Or, |)
 HW_OPERATOR(Xor, ^)
 #undef HW_OPERATOR
 
-struct Maximum {  // Propagates NaN.
+template <bool kLargest>
+struct Extremum {  // Propagates NaN.
   template <class T>
   HW_DEVICE T operator()(T a, T b) const {
-    return a > b || a != a ? a : b;
+    return (kLargest ? a > b : a < b) || a != a ? a : b;
   }
 #ifdef __CUDACC__
   __device__ float operator()(float a, float b) const {  // The function compiles to a single instruction.
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    if constexpr (kLargest) {
+      asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    } else {
+      asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+    }
     return a;
   }
 #endif
 };
-
-struct Minimum {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a < b || a != a ? a : b;
-  }
-#ifdef __CUDACC__
-  __device__ float operator()(float a, float b) const {
-    asm("min.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
-    return a;
-  }
-#endif
-};
+using Maximum = Extremum<true>;
+using Minimum = Extremum<false>;
 
 struct FirstMaximum {  // NaN is the largest number. The first of equal elements is the result.
   template <class T>
