@@ -31,15 +31,8 @@ struct RegisterRow {
 
   HW_DEVICE const Elements& operator[](const Chunk& j) const { return values[j.number]; }
 };
-// A row whose elements are loaded again at each use.
-template <class Pointer, int kWidth>
-struct ReloadedRow {
-  Pointer row;
 
-  HW_DEVICE auto operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
-};
-
-// A row whose elements are computed again at each use.
+// A row whose elements are computed or loaded again at each use.
 template <class Compute>
 struct RecomputedRow {
   Compute compute;
@@ -160,7 +153,7 @@ struct Row : ThreadGroup<kThreads, kBlocks> {
   template <class Pointer>
   HW_DEVICE auto load(Pointer row) const {
     if constexpr (kWidth == 1) {
-      return ReloadedRow<Pointer, 1>{row};
+      return hold([row](const Chunk& j) { return hw::load<1>(row + j); });
     } else {
       return load_row(*this, row);
     }
@@ -217,8 +210,8 @@ struct LongRow : ThreadGroup<0> {
   HW_DEVICE Chunks<LongRow> end() const { return begin(); }
 
   template <class Pointer>
-  HW_DEVICE ReloadedRow<Pointer, kWidth> load(Pointer row) const {
-    return {row};
+  HW_DEVICE auto load(Pointer row) const {
+    return hold([row](const Chunk& j) { return hw::load<kWidth>(row + j); });
   }
   template <class Compute>
   HW_DEVICE RecomputedRow<Compute> hold(Compute compute) const {
