@@ -95,13 +95,13 @@ HW_DEVICE void store(T* first, const Values<float, kCount>& values) {
 }
 
 // Starts a load. `received` returns the loaded vector. The elements of a pseudo-array may arrive later; then `received` waits.
-template <int kCount, class T>
-HW_DEVICE Values<T, kCount> request(const T* first) {
-  return hw::load<kCount>(first);
-}
 template <int kCount, class Pointer>
-HW_DEVICE auto request(const Pointer& pointer) -> decltype(pointer.template request<kCount>()) {
-  return pointer.template request<kCount>();
+HW_DEVICE auto request(const Pointer& pointer) {
+  if constexpr (requires { pointer.template request<kCount>(); }) {
+    return pointer.template request<kCount>();
+  } else {
+    return hw::load<kCount>(pointer);
+  }
 }
 template <class T, int kCount>
 HW_DEVICE Values<T, kCount> received(const Values<T, kCount>& values) {

@@ -37,8 +37,8 @@ struct alignas(16) Packet {
 
 // Memory that the kernels of one rank use for exchanges over a channel.
 struct Exchange {
-  Packet*
-      landing[kExchangeRanks];  // by rank: two slots with kPackets packets from each rank, then slots and flags of LandedBlocks
+  // Memory of each rank: two slots with kPackets packets from each rank, then slots and flags of LandedBlocks.
+  Packet* landing[kExchangeRanks];
   uint32_t* state;  // [0]: number of the last exchange; [1]: thread blocks that have sent their data of the current exchange
   const uint32_t* aborted;  // a nonzero value ends all waits
   int rank;
@@ -88,14 +88,6 @@ struct Terms {
 
   HW_DEVICE TermsAt<T, kRanks> operator+(int64_t first) const { return {this, first}; }
   HW_DEVICE T operator[](int64_t i) const { return (*this + i).element(); }
-  template <int kCount>
-  HW_DEVICE auto load() const {
-    return (*this + 0).template load<kCount>();
-  }
-  template <int kCount>
-  HW_DEVICE auto request() const {
-    return (*this + 0).template request<kCount>();
-  }
 
 #ifdef __CUDACC__
   static constexpr int kPart = kPacketBytes / sizeof(T);  // elements per packet
@@ -301,14 +293,6 @@ struct LandedBlocks {
 
   HW_DEVICE LandedBlocksAt<T, kRanks, kSums> operator+(int64_t first) const { return {this, first}; }
   HW_DEVICE T operator[](int64_t i) const { return values<1>(i)[0]; }
-  template <int kCount>
-  HW_DEVICE auto load() const {
-    return values<kCount>(0);
-  }
-  template <int kCount>
-  HW_DEVICE auto request() const {
-    return values<kCount>(0);
-  }
 
   template <int kCount>
   HW_DEVICE Values<T, kCount> values(int64_t first) const {
@@ -452,10 +436,6 @@ struct LandedBlocksAt {
   template <int kCount>
   HW_DEVICE auto load() const {
     return blocks->template values<kCount>(first);
-  }
-  template <int kCount>
-  HW_DEVICE auto request() const {
-    return load<kCount>();
   }
 };
 
