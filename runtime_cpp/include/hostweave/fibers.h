@@ -123,12 +123,9 @@ struct FiberPart {
 struct FiberParts {  // for (const FiberPart i : FiberParts{n})
   int64_t n;
 
-  struct Iterator {
-    Walk<int64_t>::Iterator at;
+  struct Iterator : Walk<int64_t>::Iterator {
     int64_t n;
-    HW_DEVICE FiberPart operator*() const { return {*at % n, static_cast<int>(*at / n)}; }
-    HW_DEVICE void operator++() { ++at; }
-    HW_DEVICE bool operator!=(const Iterator& end) const { return at != end.at; }
+    HW_DEVICE FiberPart operator*() const { return {i % n, static_cast<int>(i / n)}; }
   };
   HW_DEVICE Iterator begin() const { return {over_grid(n * FiberPart::kParts).begin(), n}; }
   HW_DEVICE Iterator end() const { return {over_grid(n * FiberPart::kParts).end(), n}; }

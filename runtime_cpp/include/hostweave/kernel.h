@@ -140,8 +140,7 @@ struct Columns {  // for (const Column j : columns)
   int in_tile_;
   bool first_row_;
 
-  struct Iterator {
-    int64_t tile;
+  struct Iterator : Walk<int64_t>::Iterator {
     const Columns& columns;
     HW_DEVICE Column operator*() const {
       const int64_t column = tile + columns.in_tile_;
@@ -150,8 +149,8 @@ struct Columns {  // for (const Column j : columns)
     HW_DEVICE void operator++() { tile += columns.step_; }
     HW_DEVICE bool operator!=(const Iterator& end) const { return tile < end.tile; }
   };
-  HW_DEVICE Iterator begin() const { return {begin_, *this}; }
-  HW_DEVICE Iterator end() const { return {end_, *this}; }
+  HW_DEVICE Iterator begin() const { return {{begin_, step_}, *this}; }
+  HW_DEVICE Iterator end() const { return {{end_, step_}, *this}; }
 };
 
 // Put HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)) first in a kernel. The macro declares the accesses of the kernel. The CPU
