@@ -112,15 +112,6 @@ struct OuterWalk {
   }
 };
 
-template <bool kOuter>
-struct TileWalk : GroupWalk {
-  using GroupWalk::GroupWalk;
-};
-template <>
-struct TileWalk<true> : OuterWalk {
-  using OuterWalk::OuterWalk;
-};
-
 // Writes zeros to the rows before the first group, between groups, and after the last group. `threads` threads of each block call
 // this function; these threads form whole warps.
 template <class T>

@@ -24,6 +24,18 @@ struct Walk {  // for (Index i : walk)
   HW_DEVICE Iterator end() const { return {end_, step_}; }
 };
 
+// Replaces std::conditional_t, because NVRTC has no <type_traits>.
+template <bool kFirst, class A, class B>
+struct Choice {
+  using Type = A;
+};
+template <class A, class B>
+struct Choice<false, A, B> {
+  using Type = B;
+};
+template <bool kFirst, class A, class B>
+using Chosen = typename Choice<kFirst, A, B>::Type;
+
 // Vector width as a type, for template deduction.
 template <int kWidth>
 struct Width {};
@@ -143,11 +155,9 @@ struct Columns {  // for (const Column j : columns)
   struct Iterator : Walk<int64_t>::Iterator {
     const Columns& columns;
     HW_DEVICE Column operator*() const {
-      const int64_t column = tile + columns.in_tile_;
+      const int64_t column = this->i + columns.in_tile_;
       return column < columns.end_ ? Column{column, columns.first_row_} : Column{columns.end_ - kWidth, false};
     }
-    HW_DEVICE void operator++() { tile += columns.step_; }
-    HW_DEVICE bool operator!=(const Iterator& end) const { return tile < end.tile; }
   };
   HW_DEVICE Iterator begin() const { return {{begin_, step_}, *this}; }
   HW_DEVICE Iterator end() const { return {{end_, step_}, *this}; }

@@ -4,21 +4,12 @@
 
 namespace hw {
 
-template <int kBytes>
-struct KeyOf {
-  using Type = uint32_t;
-};
-template <>
-struct KeyOf<8> {
-  using Type = uint64_t;
-};
-
 // Unsigned key that has the sort order of the elements. NaN is the largest element, and both zeros are equal.
 template <bool kDescending, class T>
 HW_DEVICE auto sort_key(T element) {
   const auto x = accumulated(element);
   using X = decltype(accumulated(element));
-  using Key = typename KeyOf<sizeof(X)>::Type;
+  using Key = Chosen<sizeof(X) == 8, uint64_t, uint32_t>;
   constexpr Key kTop = Key(1) << (sizeof(Key) * 8 - 1);
   Key key;
   if constexpr (X(0.5f) != X(0)) {

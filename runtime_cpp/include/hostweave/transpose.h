@@ -10,13 +10,7 @@ namespace hw {
 // the type of the computation. All threads of the grid must call this function, in blocks of kThreads.
 template <int kWidth = 1, class T, class Compute>
 __device__ void transpose(int64_t rows, int64_t columns, T* to, int64_t pitch, Compute compute) {
-  using Word = decltype([] {
-    if constexpr (sizeof(T) < 4) {
-      return uint32_t{};
-    } else {
-      return T{};
-    }
-  }());
+  using Word = Chosen<(sizeof(T) < 4), uint32_t, T>;
   constexpr int kPadding = sizeof(Word) / sizeof(T);                   // Consecutive columns begin in different banks.
   constexpr int kStored = 16 / sizeof(T), kWords = 16 / sizeof(Word);  // elements and words per store
   constexpr int kRows = kTileRows<sizeof(T)>, kElements = kRows * kTransposed;

@@ -202,7 +202,7 @@ class WarpgroupProducts {
   }
 
  private:
-  using Walk = TileWalk<kOuter>;
+  using Walk = Chosen<kOuter, OuterWalk, GroupWalk>;
 
   const GroupedProblem& p_;
   const GroupedMaps& maps_;
