@@ -29,7 +29,7 @@
 
 namespace hw {
 
-// hw::launch ignores cluster and at_once. hw::launch_pdl ignores cluster and shared if at_once is set.
+// hw::launch ignores cluster and at_once. hw::launch_pdl ignores cluster if at_once is set.
 struct Grid {
   int64_t blocks;
   int threads;           // per block
@@ -169,7 +169,6 @@ struct AnyAccess {
   AnyAccess(const Terms<T, kRanks>& terms) : AnyAccess(reads(terms.gathered, kRanks * terms.count)) {}
   template <class T, int kRanks, bool kSums>
   AnyAccess(const LandedBlocks<T, kRanks, kSums>& blocks) : AnyAccess(reads(blocks.gathered, kRanks * blocks.count)) {}
-
   template <class T, int kRanks>
   AnyAccess(const SentBlocks<T, kRanks>& sent) : AnyAccess(writes(sent.own, kRanks * sent.blocks.count)) {}
 
@@ -260,56 +259,44 @@ inline bool waits_for_stream(const void* function) {
   return waits;
 }
 
+// Launches `blocks` blocks of the kernel `function`. Ignores grid.blocks, cluster and at_once.
 template <class... Params>
-cudaError_t launch_with(const cudaLaunchConfig_t& config, const void* function, Params... params) {
+cudaError_t launch_with(const void* function, dim3 blocks, const Grid& grid, cudaStream_t stream, cudaLaunchAttribute* attributes,
+                        unsigned attribute_count, Params... params) {
   void* pointers[] = {&params...};
+  const cudaLaunchConfig_t config{.gridDim = blocks,
+                                  .blockDim = dim3(grid.threads),
+                                  .dynamicSmemBytes = static_cast<size_t>(grid.shared),
+                                  .stream = stream,
+                                  .attrs = attributes,
+                                  .numAttrs = attribute_count};
   return cudaLaunchKernelExC(&config, function, pointers);
 }
 
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
-  const cudaLaunchConfig_t config{.gridDim = dim3(grid.blocks),
-                                  .blockDim = dim3(grid.threads),
-                                  .dynamicSmemBytes = static_cast<size_t>(grid.shared),
-                                  .stream = stream};
-  return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
-}
-
-template <class... Params, class... Args>
-cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
-  int device = 0, most = 0;
-  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  const cudaError_t status = cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, device);
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute attribute{.id = cudaLaunchAttributeCooperative};
-  attribute.val.cooperative = 1;
-  const cudaLaunchConfig_t config{.gridDim = dim3(1, smaller(grid.blocks, most)),
-                                  .blockDim = dim3(grid.threads),
-                                  .stream = stream,
-                                  .attrs = &attribute,
-                                  .numAttrs = 1};
-  return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
+  return launch_with<Params...>(function_of(kernel), dim3(grid.blocks), grid, stream, nullptr, 0, static_cast<Params>(args)...);
 }
 
 template <class... Params, class... Args>
 cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
-  if (grid.at_once) return launch_at_once(kernel, grid, stream, args...);
   const void* const function = function_of(kernel);
+  if (grid.at_once) {
+    cudaLaunchAttribute attribute{.id = cudaLaunchAttributeCooperative};
+    attribute.val.cooperative = 1;
+    const dim3 blocks(1, smaller(grid.blocks, multiprocessors()));
+    return launch_with<Params...>(function, blocks, grid, stream, &attribute, 1, static_cast<Params>(args)...);
+  }
   const bool waits = waits_for_stream(function);
   const unsigned cluster = waits ? grid.cluster : 1;  // Clusters, like programmatic launches, need compute capability 9.0.
   cudaLaunchAttribute attributes[2] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},
                                        {.id = cudaLaunchAttributeClusterDimension}};
   attributes[0].val.programmaticStreamSerializationAllowed = waits;
   attributes[1].val.clusterDim = {cluster, 1, 1};
-  const cudaLaunchConfig_t config{.gridDim = dim3(grid.blocks / grid.cluster * cluster),
-                                  .blockDim = dim3(grid.threads),
-                                  .dynamicSmemBytes = static_cast<size_t>(grid.shared),
-                                  .stream = stream,
-                                  .attrs = attributes,
-                                  .numAttrs = cluster > 1 ? 2u : 1u};
-  return launch_with<Params...>(config, function, static_cast<Params>(args)...);
+  const dim3 blocks(grid.blocks / grid.cluster * cluster);
+  return launch_with<Params...>(function, blocks, grid, stream, attributes, cluster > 1 ? 2 : 1, static_cast<Params>(args)...);
 }
 
 #endif
