@@ -164,13 +164,15 @@ HW_DEVICE double copy_sign(double x, double sign) { return copysign(x, sign); }
 HW_DEVICE float fmod(float a, float b) { return fmodf(a, b); }
 HW_DEVICE double fmod(double a, double b) { return ::fmod(a, b); }
 template <class T>
-HW_DEVICE T float_remainder(T a, T b) {
+  requires(T(0.5f) != T(0))
+HW_DEVICE T remainder(T a, T b) {
   const T rest = hw::fmod(a, b);
   if (rest == T(0)) return copy_sign(T(0), b);
   return (rest < T(0)) != (b < T(0)) ? rest + b : rest;
 }
 template <class T>
-HW_DEVICE T float_floor_divide(T a, T b) {
+  requires(T(0.5f) != T(0))
+HW_DEVICE T floor_divide(T a, T b) {
   if (b == T(0)) return a / b;
   const T rest = hw::fmod(a, b);
   T quotient = (a - rest) / b;
@@ -179,10 +181,6 @@ HW_DEVICE T float_floor_divide(T a, T b) {
   const T floored = floor(quotient);
   return quotient - floored > T(0.5) ? floored + T(1) : floored;
 }
-HW_DEVICE float floor_divide(float a, float b) { return float_floor_divide(a, b); }
-HW_DEVICE double floor_divide(double a, double b) { return float_floor_divide(a, b); }
-HW_DEVICE float remainder(float a, float b) { return float_remainder(a, b); }
-HW_DEVICE double remainder(double a, double b) { return float_remainder(a, b); }
 
 // Shifts by the width or more give 0, or -1 for an arithmetic shift of a negative number.
 template <class A, class B>
