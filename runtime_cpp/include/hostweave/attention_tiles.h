@@ -5,9 +5,6 @@
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
 #include "hostweave/tensor_core.h"
-#ifndef __CUDACC__
-#include <type_traits>
-#endif
 
 namespace hw {
 namespace {
@@ -112,7 +109,7 @@ class Products {
       for (int k = 0; k < kTileSide; k += 16) {
         const uint4 left = load_matrices<false>(&a_[strip() + lane() % 16][k + lane() / 16 * 8]);
 #pragma unroll
-        for (int j = 0; j < Of<kTileSide>; j += 4) {
+        for (int j = 0; j < kOfSide; j += 4) {
           add_products(scores, j, left,
                        load_matrices<false>(&b_[8 * j + lane() / 16 * 16 + half() + lane() % 8][k + lane() / 8 % 2 * 8]));
         }
@@ -125,7 +122,7 @@ class Products {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < Of<kTileSide>; j += 2) {
+      for (int j = 0; j < kOfSide; j += 2) {
         *reinterpret_cast<Values<T, 2>*>(&weights_[row(i)][column(j)]) = {static_cast<T>(scores[i][j]),
                                                                           static_cast<T>(scores[i][j + 1])};
       }
@@ -144,7 +141,7 @@ class Products {
       for (int k = 0; k < kTileSide; k += 16) {
         const uint4 left = load_matrices<false>(&weights_[strip() + lane() % 16][k + lane() / 16 * 8]);
 #pragma unroll
-        for (int j = 0; j < Of<kTileSide>; j += 4) {
+        for (int j = 0; j < kOfSide; j += 4) {
           add_products(sums, first / 16 * kOf16 + j, left,
                        load_matrices<true>(&b_[k + lane() % 16][8 * j + lane() / 16 * 16 + half()]));
         }
@@ -169,9 +166,8 @@ class Products {
   __device__ auto floats() { return reinterpret_cast<float (*)[kTileSide + 1]>(a_); }
 
  private:
-  using Matrix = T[kTileSide][kTileSide + 8];  // padded against bank conflicts
-  template <int kWidth>
-  static constexpr int Of = kWidth / 16 * kOf16;
+  using Matrix = T[kTileSide][kTileSide + 8];             // padded against bank conflicts
+  static constexpr int kOfSide = kTileSide / 16 * kOf16;  // columns of the scores
 
   __device__ static int lane() { return threadIdx.x % 32; }
   __device__ static int strip() { return threadIdx.x / 32 % 4 * 16; }
@@ -336,7 +332,7 @@ class Products {
   using Floats = float[kTileSide * kMostHead];
 
   static Tile<float> floats_of(const Tile<T>& x, Floats& floats) {
-    if constexpr (std::is_same_v<T, float>) {
+    if constexpr (__is_same(T, float)) {
       if (x.pitch >= x.size) return x;  // BLAS can read the tile directly
     }
     for (int64_t row = 0; row < x.rows; ++row) {

@@ -14,9 +14,10 @@ class DeviceMemory {
  public:
   DeviceMemory() = default;
   ~DeviceMemory() { cudaFree(data_); }
-  DeviceMemory(DeviceMemory&& other) noexcept { swap(other); }
-  DeviceMemory& operator=(DeviceMemory other) noexcept {
-    swap(other);
+  DeviceMemory(DeviceMemory&& other) noexcept { *this = std::move(other); }
+  DeviceMemory& operator=(DeviceMemory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
     return *this;
   }
 
@@ -36,10 +37,6 @@ class DeviceMemory {
   size_t bytes() const { return bytes_; }
 
  private:
-  void swap(DeviceMemory& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-  }
   void* data_ = nullptr;
   size_t bytes_ = 0;
 };

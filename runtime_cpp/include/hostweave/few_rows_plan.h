@@ -3,8 +3,6 @@
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 
-#include <cstdint>
-
 #include "hostweave/products.h"
 
 namespace hw {

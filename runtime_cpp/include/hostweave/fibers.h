@@ -66,9 +66,7 @@ HW_DEVICE T from_total(const Total& total) {
   }
 }
 
-struct Fibers : ThreadGroup<1> {
-  static HW_DEVICE void sync() {}
-};
+using Fibers = ThreadGroup<1>;
 
 #ifdef __CUDACC__
 // The threads of a block. All blocks of a Team visit the same fibers. Only the ops of sort.h divide a fiber among these blocks.
