@@ -12,11 +12,6 @@ using namespace hostweave::cpu;
 namespace hostweave::cpu {
 namespace {
 
-std::vector<std::shared_ptr<Capture>>& going_on() {
-  static auto& captures = *new std::vector<std::shared_ptr<Capture>>;
-  return captures;
-}
-
 cudaError_t invalidated(Capture& capture, cudaError_t code, const std::string& text) {
   capture.invalid = true;
   return error(code, text);
@@ -61,7 +56,7 @@ std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue) {
 std::optional<cudaError_t> forbidden_in_capture(const char* call) {
   const HostThread& me = this_thread();
   if (me.capture_mode == cudaStreamCaptureModeRelaxed) return std::nullopt;
-  for (const std::shared_ptr<Capture>& capture : going_on()) {
+  for (const std::shared_ptr<Capture>& capture : Machine::get().captures) {
     const bool mine = capture->thread == &me && capture->mode != cudaStreamCaptureModeRelaxed;
     const bool of_all = capture->mode == cudaStreamCaptureModeGlobal && me.capture_mode == cudaStreamCaptureModeGlobal;
     if (mine || of_all)
@@ -187,7 +182,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
   if (stream->capture) return error(cudaErrorIllegalState, "cudaStreamBeginCapture: the stream is captured already");
   const auto capture = std::make_shared<Capture>(Capture{++captures, mode, &this_thread(), {}, {}, {}});
   join(capture, *stream);
-  going_on().push_back(capture);
+  Machine::get().captures.push_back(capture);
   return cudaSuccess;
 }
 
@@ -201,7 +196,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
     return invalidated(*capture, cudaErrorStreamCaptureUnmatched,
                        "cudaStreamEndCapture: not the stream that the capture began on");
   capture->over = true;
-  std::erase(going_on(), capture);
+  std::erase(Machine::get().captures, capture);
   for (Stream* one : capture->streams) one->capture.reset();
   if (capture->invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has invalidated the capture");
   if (!is_joined(*capture))

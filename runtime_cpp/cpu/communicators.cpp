@@ -23,16 +23,6 @@ struct IdContent {
 };
 constexpr char kMagic[16] = "hostweave cpu";
 
-std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>& process_groups_in_the_making() {  // guarded by the machine's mutex
-  static auto* const process_groups = new std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>;
-  return *process_groups;
-}
-
-std::set<int>& files_in_the_making() {  // files that other processes may still have to open; guarded by the machine's mutex
-  static auto* const files = new std::set<int>;
-  return *files;
-}
-
 std::shared_ptr<ProcessGroup> new_process_group(int size) {
   static int count = 0;
   Machine& machine = Machine::get();
@@ -70,7 +60,7 @@ ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const
     all_came = shared->wait_for_all(machine.config.timeout_seconds);
     lock.lock();
   }
-  if (id.file.process == getpid() && files_in_the_making().erase(id.file.file)) close(id.file.file);
+  if (id.file.process == getpid() && machine.files_in_the_making.erase(id.file.file)) close(id.file.file);
   if (machine.failed()) return nccl_stopped();
   if (!shared) return error(ncclSystemError, "ncclCommInitRank: " + problem);
   if (!all_came) {
@@ -141,7 +131,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     content.number = std::uint64_t{random()} << 32 | random();
     content.file.file = SharedGroup::make(content.number);
     if (content.file.file < 0) return error(ncclSystemError, "ncclGetUniqueId: cannot create a shared file; are too many open?");
-    files_in_the_making().insert(content.file.file);
+    Machine::get().files_in_the_making.insert(content.file.file);
   }
   std::memset(id, 0, sizeof *id);
   std::memcpy(id->internal, &content, sizeof content);
@@ -161,7 +151,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int r
   if (content.file.file >= 0) return init_across_processes(call.lock, comm, size, content, rank);
   if (content.file.process != getpid())
     return nccl_not_supported("a communicator of several processes, made without config.processes");
-  auto& pending = process_groups_in_the_making();
+  auto& pending = Machine::get().process_groups_in_the_making;
   std::shared_ptr<ProcessGroup>& slot = pending[content.number];
   if (!slot) slot = new_process_group(size);
   const std::shared_ptr<ProcessGroup> process_group = slot;

@@ -29,11 +29,6 @@ constexpr int kSignals = SharedGroup::kSignals;  // signal numbers are less than
 // until the previous signal was consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
-std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
-  static auto* const windows = new std::set<ncclWindow_t>;
-  return *windows;
-}
-
 ncclResult_t check(const std::string& call, ncclComm_t comm) {
   if (in_group()) return nccl_not_supported(call + " in a group");
   if (Machine::get().failed()) return nccl_stopped();
@@ -51,7 +46,7 @@ ncclResult_t check(const std::string& call, ncclComm_t comm, int peer, int numbe
 
 ncclResult_t add_window(ncclWindow_t* window, std::shared_ptr<Windows> windows, ncclComm_t comm) {
   *window = new ncclWindow_vidmem{std::move(windows), comm->process_group, comm->rank};
-  known_windows().insert(*window);
+  Machine::get().windows.insert(*window);
   return ncclSuccess;
 }
 
@@ -205,7 +200,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
 // True if these bytes are in a window that this rank registered with the process group.
 bool in_window(ncclComm_t comm, const void* begin, std::size_t bytes) {
   const auto* const first = static_cast<const char*>(begin);
-  return std::ranges::any_of(known_windows(), [&](const ncclWindow_t window) {
+  return std::ranges::any_of(Machine::get().windows, [&](const ncclWindow_t window) {
     const char* const base = window->windows->bases[comm->rank];
     return window->process_group == comm->process_group && first >= base && first + bytes <= base + window->windows->bytes;
   });
@@ -270,14 +265,14 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes,
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t window) {
   Call call;
-  if (known_windows().erase(window) == 0) return error(ncclInvalidArgument, "ncclCommWindowDeregister: no such window");
+  if (Machine::get().windows.erase(window) == 0) return error(ncclInvalidArgument, "ncclCommWindowDeregister: no such window");
   delete window;
   return ncclSuccess;
 }
 
 ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void** pointer) {
   Call call;
-  if (known_windows().count(window) == 0) return error(ncclInvalidArgument, "ncclGetPeerDevicePointer: no such window");
+  if (Machine::get().windows.count(window) == 0) return error(ncclInvalidArgument, "ncclGetPeerDevicePointer: no such window");
   const Windows& windows = *window->windows;
   if (peer < 0 || static_cast<size_t>(peer) >= windows.bases.size() || offset > windows.bytes) {
     return error(ncclInvalidArgument, "ncclGetPeerDevicePointer: no such memory");
@@ -291,7 +286,7 @@ ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, 
   Call call;
   if (const ncclResult_t result = check("ncclPutSignal", comm, peer, number, context, flags)) return result;
   const size_t bytes = count * type_size(type);
-  if (known_windows().count(window) == 0 || window->process_group != comm->process_group) {
+  if (Machine::get().windows.count(window) == 0 || window->process_group != comm->process_group) {
     return error(ncclInvalidArgument, "ncclPutSignal: not a window of the communicator");
   }
   if (offset + bytes > window->windows->bytes) {

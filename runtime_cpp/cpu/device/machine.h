@@ -149,6 +149,10 @@ class Machine {
   History history;
   std::unordered_set<Event*> events;
   std::unordered_set<ncclComm*> communicators;
+  std::map<std::uint64_t, std::shared_ptr<ProcessGroup>> process_groups_in_the_making;  // by number in the id
+  std::set<int> files_in_the_making;                                                    // other processes still have to open them
+  std::set<ncclWindow_t> windows;
+  std::vector<std::shared_ptr<Capture>> captures;  // active ones
   std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::optional<Picker> picker;
 
