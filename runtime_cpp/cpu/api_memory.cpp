@@ -38,8 +38,9 @@ cudaError_t release(void* pointer, bool is_host, const char* name) {
   if (!pointer) return cudaSuccess;
   Call call;
   Machine& machine = Machine::get();
-  const Allocation* const allocation = machine.memory.at(pointer);
-  if (!allocation) return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
+  const Allocation* const allocation = around(pointer);
+  if (!allocation || allocation->begin != reinterpret_cast<std::uintptr_t>(pointer))
+    return error(cudaErrorInvalidValue, std::string(name) + ": not the beginning of an allocation");
   if ((allocation->device == kHost) != is_host) {
     const char* const why =
         is_host ? ": the memory is device memory; use cudaFree" : ": the memory is from cudaMallocHost; use cudaFreeHost";

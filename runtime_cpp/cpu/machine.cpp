@@ -187,12 +187,11 @@ std::optional<std::string> Machine::illegal_access(const Ranges& ranges, int dev
   for (const Range& range : ranges) {
     if (range.empty()) continue;
     if (range.begin == 0) return "a null pointer";
-    std::uintptr_t base = 0;
-    const Allocation* const allocation = memory.find(range.begin, &base);
+    const Allocation* const allocation = memory.find(range.begin);
     if (!allocation) continue;  // This is ordinary memory. A program may pass ordinary memory as memory of any device.
-    if (range.end() > base + allocation->bytes) {
-      return "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base) +
-             " of an allocation of " + std::to_string(allocation->bytes);
+    if (range.end() > allocation->begin + allocation->bytes) {
+      return "bytes " + std::to_string(range.begin - allocation->begin) + " to " +
+             std::to_string(range.end() - allocation->begin) + " of an allocation of " + std::to_string(allocation->bytes);
     }
     if (allocation->device != device && allocation->device != kHost && !peers_allowed &&
         !peer_access.contains({device, allocation->device})) {
@@ -323,7 +322,7 @@ void Machine::begin(Stream& stream, Op& op) {
       // Accesses of two ranks to ordinary host memory are no conflict. malloc may give the same memory to one rank after the
       // other.
       if (ours || conflict->earlier.name.device == stream.device) {
-        fail(conflict_report(*conflict, op.name, conflict->range));
+        fail(conflict_report(*conflict, op.name));
         return;
       }
     }

@@ -62,7 +62,7 @@ void* map_memory(std::size_t bytes) {
 }  // namespace
 
 void* Memory::allocate(std::size_t bytes, int device, bool shared) {
-  Allocation allocation{bytes, device, 0, -1};
+  Allocation allocation{0, bytes, device, 0, -1};
   void* pointer = nullptr;
   if (bytes > SIZE_MAX - kPattern) return nullptr;
   if (shared) {
@@ -82,7 +82,8 @@ void* Memory::allocate(std::size_t bytes, int device, bool shared) {
     if (posix_memalign(&pointer, kAlignment, bytes) != 0) pointer = nullptr;
     if (pointer) std::memset(pointer, 0xff, bytes);
   }
-  if (pointer) allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), allocation);
+  allocation.begin = reinterpret_cast<std::uintptr_t>(pointer);
+  if (pointer) allocations_.emplace(allocation.begin, allocation);
   made_ += pointer && device != kHost;
   return pointer;
 }
@@ -99,18 +100,11 @@ void Memory::release(void* pointer) {
   allocations_.erase(it);
 }
 
-const Allocation* Memory::find(std::uintptr_t address, std::uintptr_t* base) const {
-  auto it = allocations_.upper_bound(address);
-  if (it == allocations_.begin()) return nullptr;
-  --it;
-  if (address >= it->first + it->second.bytes) return nullptr;
-  if (base) *base = it->first;
-  return &it->second;
-}
-
-const Allocation* Memory::at(const void* pointer) const {
-  const auto it = allocations_.find(reinterpret_cast<std::uintptr_t>(pointer));
-  return it == allocations_.end() ? nullptr : &it->second;
+const Allocation* Memory::find(std::uintptr_t address) const {
+  const auto next = allocations_.upper_bound(address);
+  if (next == allocations_.begin()) return nullptr;
+  const Allocation& allocation = std::prev(next)->second;
+  return address < allocation.begin + allocation.bytes ? &allocation : nullptr;
 }
 
 std::uint64_t Memory::live_bytes() const {

@@ -155,13 +155,12 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
   Machine& machine = Machine::get();
   const auto shared = comm->process_group->shared;
   const int size = comm->process_group->size();
-  std::uintptr_t base = 0;
-  const Allocation* const allocation = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory), &base);
+  const Allocation* const allocation = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory));
   if (!allocation || allocation->file < 0) {
     why = "memory that ncclMemAlloc did not allocate";
     return nullptr;
   }
-  const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(memory) - base;
+  const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(memory) - allocation->begin;
   const Registration ours{{getpid(), allocation->file}, offset, bytes};
   std::vector<Registration> all(size, ours);
   const auto handshake = [&] {

@@ -119,9 +119,8 @@ std::string Machine::conflict_report(const History::Conflict& conflict, const Op
   std::string text = "missing dependency: nothing orders\n  ";
   text += conflict.earlier.name.text() + (conflict.earlier_writes ? ", which writes" : ", which reads") + ", before\n  ";
   text += name.text() + (range.write ? ", which writes " : ", which reads ");
-  std::uintptr_t base = 0;
-  if (const Allocation* allocation = memory.find(range.begin, &base)) {
-    text += "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base);
+  if (const Allocation* allocation = memory.find(range.begin)) {
+    text += "bytes " + std::to_string(range.begin - allocation->begin) + " to " + std::to_string(range.end() - allocation->begin);
     text += " of an allocation of " + std::to_string(allocation->bytes) + " bytes of ";
     text += allocation->device == kHost ? "the host" : "rank " + std::to_string(allocation->device);
   } else {

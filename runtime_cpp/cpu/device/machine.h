@@ -54,6 +54,7 @@ struct ProcessGroup;  // communicator.h
 constexpr int kHost = -1;  // pseudo-device of host memory
 
 struct Allocation {
+  std::uintptr_t begin;
   std::size_t bytes;
   int device;
   std::size_t mapped;  // bytes of the mapping; 0 for heap memory
@@ -66,11 +67,9 @@ class Memory {
   // memory. Returns null on failure.
   void* allocate(std::size_t bytes, int device, bool shared);
   void release(void* pointer);
-  // Allocation that contains this address, or null.
-  const Allocation* find(std::uintptr_t address, std::uintptr_t* base = nullptr) const;
-  const Allocation* at(const void* pointer) const;  // allocation that begins at `pointer`, or null
-  std::uint64_t live_bytes() const;                 // bytes allocated on all devices
-  std::uint64_t made() const { return made_; }      // total number of allocations on devices
+  const Allocation* find(std::uintptr_t address) const;  // allocation that contains this address, or null
+  std::uint64_t live_bytes() const;                      // bytes allocated on all devices
+  std::uint64_t made() const { return made_; }           // total number of allocations on devices
 
  private:
   std::map<std::uintptr_t, Allocation> allocations_;
