@@ -15,12 +15,10 @@ std::uint64_t mix(std::uint64_t x) {  // SplitMix64, so that adjacent seeds give
   return x ^ (x >> 31);
 }
 
-Picker::Kind choose(int kind, std::uint64_t seed) {
-  if (kind == HW_CPU_UNIFORM) return Picker::Kind::uniform;
-  if (kind == HW_CPU_PCT) return Picker::Kind::pct;
-  if (kind == HW_CPU_HOSTS) return Picker::Kind::hosts_first;
-  constexpr std::array<Picker::Kind, 2> rare = {Picker::Kind::uniform, Picker::Kind::hosts_first};
-  return seed % 4 == 3 ? rare[(seed / 4) % 2] : Picker::Kind::pct;
+int choose(int kind, std::uint64_t seed) {
+  if (kind != HW_CPU_MIXED) return kind;
+  if (seed % 4 != 3) return HW_CPU_PCT;
+  return seed / 4 % 2 ? HW_CPU_HOSTS : HW_CPU_UNIFORM;
 }
 
 }  // namespace
@@ -44,9 +42,9 @@ std::size_t Picker::highest(const std::vector<Candidate>& candidates, bool strea
 
 std::size_t Picker::pick(const std::vector<Candidate>& candidates) {
   std::size_t choice = 0;
-  if (kind_ == Kind::uniform) {
+  if (kind_ == HW_CPU_UNIFORM) {
     choice = draw(candidates.size());
-  } else if (kind_ == Kind::pct) {
+  } else if (kind_ == HW_CPU_PCT) {
     choice = highest(candidates, false);
   } else {
     std::vector<std::size_t> hosts;

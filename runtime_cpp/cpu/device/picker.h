@@ -20,8 +20,6 @@ struct Candidate {
 
 class Picker {
  public:
-  enum class Kind { uniform, pct, hosts_first };
-
   Picker(std::uint64_t seed, int kind);  // kind: hw_cpu_picker
   std::size_t pick(const std::vector<Candidate>& candidates);
   // Gives a candidate the lowest priority. Used for priority changes, and for a candidate that polls, so that others run.
@@ -37,7 +35,7 @@ class Picker {
 
   std::mt19937_64 random_;
   std::uint64_t mixed_;
-  Kind kind_;
+  int kind_;                           // not HW_CPU_MIXED
   std::uint64_t change_every_ = 0;     // mean number of steps between priority changes; 0: never
   std::uint64_t lowest_ = 1ull << 32;  // last demoted priority; demoted priorities are below 2^32, drawn priorities are not
   std::uint64_t steps_ = 0;
