@@ -8,8 +8,6 @@ struct __nv_bfloat16 {
 
   __nv_bfloat16() = default;
   __nv_bfloat16(float value) : __x(round(value)) {}
-  __nv_bfloat16(double value) : __x(round(static_cast<float>(value))) {}
-  __nv_bfloat16(int value) : __x(round(static_cast<float>(value))) {}
   operator float() const { return widen(__x); }
 
   static unsigned short round(float value) {

@@ -8,8 +8,6 @@ struct __half {
 
   __half() = default;
   __half(float value) : __x(round(value)) {}
-  __half(double value) : __x(round(static_cast<float>(value))) {}
-  __half(int value) : __x(round(static_cast<float>(value))) {}
   operator float() const { return widen(__x); }
 
   // Conversions without branches, so that loops vectorise. The FPU rounds and normalises.

@@ -29,20 +29,10 @@ typedef enum {
   ncclInvalidArgument = 4,
   ncclInvalidUsage = 5,
   ncclRemoteError = 6,
-  ncclInProgress = 7,
-  ncclNumResults = 8
+  ncclInProgress = 7
 } ncclResult_t;
 
-typedef enum { ncclNumOps_dummy = 5 } ncclRedOp_dummy_t;
-typedef enum {
-  ncclSum = 0,
-  ncclProd = 1,
-  ncclMax = 2,
-  ncclMin = 3,
-  ncclAvg = 4,
-  ncclNumOps = 5,
-  ncclMaxRedOp = 0x7fffffff >> (32 - 8 * sizeof(ncclRedOp_dummy_t))
-} ncclRedOp_t;
+typedef enum { ncclSum = 0, ncclProd = 1, ncclMax = 2, ncclMin = 3, ncclAvg = 4, ncclNumOps = 5 } ncclRedOp_t;
 
 typedef enum {
   ncclInt8 = 0,
