@@ -57,9 +57,8 @@ cudaError_t release(void* pointer, bool is_host, const char* name) {
     const std::size_t actor = machine.host_actor(device);
     History::Access access{actor, clock->tick(actor), {what.device, 0, name, "", 0, this_thread().location}};
     machine.host_clock(device) = clock;
-    const Range range = write_of(pointer, what.bytes);
-    if (const auto conflict = machine.history.note({range}, access, *clock)) {
-      machine.fail(machine.conflict_report(*conflict, access.name, range));
+    if (const auto conflict = machine.history.note({write_of(pointer, what.bytes)}, access, *clock)) {
+      machine.fail(machine.conflict_report(*conflict, access.name));
       return cuda_stopped();
     }
   }

@@ -36,10 +36,7 @@ Group& group() {
   return group;
 }
 
-const char* reduction_name(ncclRedOp_t reduction) {
-  static constexpr const char* names[] = {"sum", "prod", "max", "min", "avg"};
-  return names[reduction];
-}
+constexpr const char* kReductions[] = {"sum", "prod", "max", "min", "avg"};  // by ncclRedOp_t
 
 // Index of the argument that is named in reports: the buffer of a send or recv, or the result of a collective.
 int subject_of(const Request& r) { return r.kind == CommKind::send_recv ? 0 : 1; }
@@ -64,9 +61,8 @@ std::string difference(const Asked& theirs, const char* name, const Request& r) 
   if (theirs.count != r.count) return differ("the counts", std::to_string(theirs.count), std::to_string(r.count));
   if (theirs.type != r.type) return differ("the types", type_name(theirs.type), type_name(r.type));
   if (theirs.root != r.root) return differ("the roots", std::to_string(theirs.root), std::to_string(r.root));
-  if (r.reduces() && theirs.reduction != r.reduction) {
-    return differ("the reductions", reduction_name(theirs.reduction), reduction_name(r.reduction));
-  }
+  if (r.reduces() && theirs.reduction != r.reduction)
+    return differ("the reductions", kReductions[theirs.reduction], kReductions[r.reduction]);
   return "";
 }
 

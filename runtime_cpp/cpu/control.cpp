@@ -99,17 +99,13 @@ void hw_cpu_location(const char* file, int line, const char* call) {
   } last;
   Machine& machine = Machine::get();
   Location& location = this_thread().location;
-  if (!file) {
-    location = {};
-    return;
-  }
   const bool same = last.file == file && last.call == call && std::strcmp(last.location.file, file) == 0 &&
-                    std::strcmp(last.location.call, call ? call : "") == 0;
+                    std::strcmp(last.location.call, call) == 0;
   if (!same) {
     const Lock lock(machine.mutex);
     last.file = file;
     last.call = call;
-    last.location = {machine.intern(file), line, machine.intern(call ? call : "")};
+    last.location = {machine.intern(file), line, machine.intern(call)};
   }
   location = last.location;
   location.line = line;

@@ -59,11 +59,8 @@ void use_one_thread() {
 
 // Each thread reuses its memory for conversions, because page faults would take longer than the conversions.
 template <class T>
-using Scratch = std::vector<T>;
-
-template <class T>
-T* at_least(std::size_t size, Scratch<T>& scratch) {
-  if (size > scratch.size()) scratch = Scratch<T>(), scratch.resize(size);
+T* at_least(std::size_t size, std::vector<T>& scratch) {
+  if (size > scratch.size()) scratch = std::vector<T>(), scratch.resize(size);
   return scratch.data();
 }
 
@@ -122,7 +119,7 @@ void run_plain(const Gemm& g) {
   finish<T>(g, g.d);
 }
 
-Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer, Scratch<float>& scratch) {
+Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer, std::vector<float>& scratch) {
   if (matrix.type == CUDA_R_32F) return matrix;
   float* const copy = at_least(inner * outer, scratch);
   constexpr std::int64_t piece_elements = 1 << 18;
@@ -138,7 +135,7 @@ Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer,
 // Runs a GEMM of operands of type T. Accumulates in T. Rounds the sums to f32, and then to the type of D.
 template <class T>
 void run_rounded(const Gemm& g) {
-  thread_local Scratch<T> scratch;
+  thread_local std::vector<T> scratch;
   const Operand d{std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_64F, g.m, at_least(g.m * g.n, scratch)};
   for (std::int64_t column = 0; column < g.n && g.beta != 0; ++column) {
     load_row(d.from(0, column).as<T>(), g.c.from(0, column).at, g.m, g.c.type);
@@ -204,7 +201,7 @@ void run(Gemm g) {
     g.a = unscaled(g.a, g.scales_a, a), g.b = unscaled(g.b, g.scales_b, b);
     return in_blocks(g, run_rounded<double>);
   }
-  thread_local Scratch<float> scratch_a, scratch_b;
+  thread_local std::vector<float> scratch_a, scratch_b;
   g.a = as_floats(g.a, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, scratch_a);
   g.b = as_floats(g.b, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, scratch_b);
   const bool plain = g.d.type == CUDA_R_32F && (g.beta == 0 || g.c.type == CUDA_R_32F);

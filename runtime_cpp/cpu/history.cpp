@@ -54,8 +54,7 @@ std::optional<History::Conflict> History::note_piece(std::uintptr_t begin, std::
       segment.write = access;
       segment.reads.clear();
     } else {
-      const auto same = std::find_if(segment.reads.begin(), segment.reads.end(),
-                                     [&](const Access& read) { return read.actor == access.actor; });
+      const auto same = std::ranges::find(segment.reads, access.actor, &Access::actor);
       if (same == segment.reads.end()) {
         segment.reads.push_back(access);
       } else {

@@ -141,17 +141,6 @@ void add_ranges(Ranges& ranges, const void* base, const Layout& layout, bool wri
   }
 }
 
-Gemm plan(const Desc& desc, const Layout& a, const Layout& d) {
-  Gemm g;
-  g.transpose_a = desc.transpose_a != CUBLAS_OP_N;
-  g.transpose_b = desc.transpose_b != CUBLAS_OP_N;
-  g.m = static_cast<std::int64_t>(d.rows), g.n = static_cast<std::int64_t>(d.cols);
-  g.k = static_cast<std::int64_t>(g.transpose_a ? a.rows : a.cols);
-  if (desc.epilogue & CUBLASLT_EPILOGUE_RELU) g.activation = Gemm::Activation::relu;
-  if (desc.epilogue & CUBLASLT_EPILOGUE_GELU) g.activation = Gemm::Activation::gelu;
-  return g;
-}
-
 }  // namespace
 
 extern "C" {
@@ -281,7 +270,13 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   const Layout &la = *content(a_handle), &lb = *content(b_handle), &lc = *content(c_handle), &ld = *content(d_handle);
   const cublasStatus_t status = check(desc, la, lb, lc, ld);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
-  Gemm g = plan(desc, la, ld);
+  Gemm g;
+  g.transpose_a = desc.transpose_a != CUBLAS_OP_N;
+  g.transpose_b = desc.transpose_b != CUBLAS_OP_N;
+  g.m = static_cast<std::int64_t>(ld.rows), g.n = static_cast<std::int64_t>(ld.cols);
+  g.k = static_cast<std::int64_t>(g.transpose_a ? la.rows : la.cols);
+  if (desc.epilogue & CUBLASLT_EPILOGUE_RELU) g.activation = Gemm::Activation::relu;
+  if (desc.epilogue & CUBLASLT_EPILOGUE_GELU) g.activation = Gemm::Activation::gelu;
   const bool wide = desc.scale == CUDA_R_64F;
   g.alpha = wide ? *static_cast<const double*>(alpha) : *static_cast<const float*>(alpha);
   g.beta = wide ? *static_cast<const double*>(beta) : *static_cast<const float*>(beta);

@@ -115,7 +115,8 @@ std::string Machine::channels_report(const OpName& earlier, const OpName& later)
          earlier.text() + " and\n  " + later.text();
 }
 
-std::string Machine::conflict_report(const History::Conflict& conflict, const OpName& name, const Range& range) const {
+std::string Machine::conflict_report(const History::Conflict& conflict, const OpName& name) const {
+  const Range& range = conflict.range;
   std::string text = "missing dependency: nothing orders\n  ";
   text += conflict.earlier.name.text() + (conflict.earlier_writes ? ", which writes" : ", which reads") + ", before\n  ";
   text += name.text() + (range.write ? ", which writes " : ", which reads ");

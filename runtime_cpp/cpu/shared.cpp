@@ -22,11 +22,6 @@ constexpr std::size_t kRingBytes = std::size_t{256} << 10;
 constexpr std::size_t kLine = 64;         // cache line size
 constexpr timespec kLook{0, 50'000'000};  // longest time between checks for a failure
 
-// Uses futex calls, because std::atomic::wait does not work across processes.
-void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, &kLook, nullptr, 0);
-}
-
 }  // namespace
 
 void Unmap::operator()(char* data) const { munmap(data, bytes); }
@@ -140,7 +135,7 @@ bool SharedGroup::wait(const std::function<bool()>& done) {
     const std::uint32_t seen = bell.load();
     if (done()) return true;
     if (Machine::get().failed()) return false;
-    sleep_while(bell, seen);
+    syscall(SYS_futex, &bell, FUTEX_WAIT, seen, &kLook, nullptr, 0);  // std::atomic::wait does not work across processes
   }
 }
 
@@ -199,17 +194,13 @@ bool SharedGroup::pull(int from, std::deque<Piece>& pieces) {
                  [&](std::size_t at, char* to, std::size_t bytes) { std::memcpy(to, ring.bytes + at, bytes); });
 }
 
-std::atomic<std::uint64_t>& SharedGroup::signals(int from, int to, int number) const {
-  return segment().signals[from][to][number];
-}
-
 void SharedGroup::give_signal(int to, int number) {
-  signals(rank_, to, number).fetch_add(1, std::memory_order_release);
+  segment().signals[rank_][to][number].fetch_add(1, std::memory_order_release);
   wake(to);
 }
 
 bool SharedGroup::await_signals(int from, int number, std::uint64_t count) {
-  return wait([&] { return signals(from, rank_, number).load(std::memory_order_acquire) >= count; });
+  return wait([&] { return segment().signals[from][rank_][number].load(std::memory_order_acquire) >= count; });
 }
 
 }  // namespace hostweave::cpu

@@ -160,9 +160,7 @@ void Machine::attach(Lock& lock, int rank) {
   me.rank = rank;
   me.device = rank;
   me.priority = 0;
-  const auto position = std::upper_bound(attached_.begin(), attached_.end(), rank,
-                                         [](int r, const HostThread* thread) { return r < thread->rank; });
-  attached_.insert(position, &me);
+  attached_.insert(std::ranges::upper_bound(attached_, rank, {}, &HostThread::rank), &me);
   round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
   if (round_started_) turn_ = &me;  // If this is the last thread to attach, the next line asks the picker for the first turn.

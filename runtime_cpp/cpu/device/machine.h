@@ -148,11 +148,11 @@ class Machine {
   History history;
   std::unordered_set<Event*> events;
   std::unordered_set<ncclComm*> communicators;
+  std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::map<std::uint64_t, std::shared_ptr<ProcessGroup>> process_groups_in_the_making;  // by number in the id
   std::set<int> files_in_the_making;                                                    // other processes still have to open them
   std::set<ncclWindow_t> windows;
   std::vector<std::shared_ptr<Capture>> captures;  // active ones
-  std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::optional<Picker> picker;
 
   // Returns the reason why an op on this device must not access these bytes, or nullopt.
@@ -164,7 +164,7 @@ class Machine {
   std::uint64_t ops_done() const { return ops_done_; }
   std::size_t live_streams() const { return live_streams_; }
   std::string channels_report(const OpName& earlier, const OpName& later) const;
-  std::string conflict_report(const History::Conflict& conflict, const OpName& name, const Range& range) const;
+  std::string conflict_report(const History::Conflict& conflict, const OpName& name) const;
 
  private:
   struct HostSide {

@@ -86,7 +86,6 @@ class SharedGroup {
 
   Segment& segment() const;
   Ring& ring(int from, int to) const;
-  std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
   // Copies pieces by copy(ring position, data, bytes) until `count` equals `end` or no piece is left. Adds the copied
