@@ -1,5 +1,4 @@
 // CUDA calls for memory: allocations, copies and memsets.
-#include <cstdint>
 #include <cstring>
 
 #include "capture.h"

@@ -1,7 +1,5 @@
 #include "capture.h"
 
-#include <algorithm>
-#include <atomic>
 #include <numeric>
 #include <utility>
 

@@ -1,12 +1,7 @@
 // Creation and destruction of communicators.
 #include <unistd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <random>
-#include <set>
-#include <thread>
 #include <utility>
 
 #include "communicator.h"

@@ -1,6 +1,5 @@
 #include "errors.h"
 
-#include <algorithm>
 #include <span>
 #include <utility>
 #include <variant>

@@ -1,6 +1,5 @@
 #include "machine.h"
 
-#include <algorithm>
 #include <cstring>
 #include <system_error>
 #include <utility>

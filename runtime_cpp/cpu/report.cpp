@@ -1,7 +1,5 @@
 // Texts of reports about ops, conflicts and deadlocks.
-#include <algorithm>
 #include <cstring>
-#include <set>
 #include <utility>
 
 #include "communicator.h"

@@ -1,5 +1,4 @@
 // Moves or reduces the data of a Match after all its ranks have arrived.
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <type_traits>
