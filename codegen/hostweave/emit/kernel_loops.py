@@ -82,6 +82,7 @@ class LoopPrinter:
     """Prints the loops of a kernel as C++, and names the indices."""
 
     multiplies = False  # True if the kernel begins with matmuls
+    loop: str  # head of the loop over the kept dims
     grid: str
     bounds: str  # arguments of `__launch_bounds__`
 
@@ -96,6 +97,7 @@ class LoopPrinter:
         self.starts: dict[str, Size] = {}  # dim of an operand of a concat or pad -> first index of this operand in the result
         self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
         if not self.multiplies:
+            self.loop = self.text(self.templates.loop)
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
             resident = loops.resident or loops.threads == ALL_REGISTERS
             self.bounds = self.text(self.templates.bounds) + (f", {int(resident)}" if resident else "")
@@ -134,24 +136,16 @@ class LoopPrinter:
             pitch=size(loops.stride(loops.transposed, loops.along)) if loops.transposed else "",
         )
 
-    @property
-    def loop(self) -> str:
-        return self.text(self.templates.loop)
-
-    @property
-    def inner(self) -> tuple[str, ...]:
+    def nest(self, body: tuple[str, ...]) -> tuple[str, ...]:
+        """Loop nest over the reduced dims. Empty if the body is empty."""
         walked = [(self.names[dim], self.integers.size(dim.size)) for dim in self.ir.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
-        return (*heads[:-1], self.text(self.templates.inner)) if self.templates.inner else tuple(heads)
+        heads[-1] = self.text(self.templates.inner) or heads[-1]
+        return (*(f"{head} {{" for head in heads), *body, *("}" for _ in heads)) if body else ()
 
     def reduce(self, is_last: bool) -> str:
         """Function that combines the accumulators of several threads. After the last loop, only the storing threads need the result."""
         return self.text((is_last and self.templates.reduce_last) or self.templates.reduce)
-
-    @property
-    def leader_if(self) -> str:
-        """C++ condition that is true on the threads that store a reduced result."""
-        return self.text(self.templates.leader_if)
 
     @property
     def reduced_count(self) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 from hostweave.emit.cpp import CppExprPrinter, Word, accumulator_type, compute_type
 from hostweave.emit.kernel_facts import KernelFacts
 from hostweave.emit.sections import Section
@@ -16,30 +13,14 @@ from hostweave.types.tensor import bool_
 # C functions of the op table, which kernels call without `std::`.
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for field, name in op.fields(op.cpp) if field == "std" for end in ("", "f"))
 
-
 Lines = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Nest:
-    """C++ of one loop nest over the reduced dims: statements before the nest, accumulators, loop body, statements after the nest."""
-
-    before: Lines
-    starts: Lines
-    body: Lines
-    after: Lines
-
-
 class EmittedKernel:
-    """A kernel in the form that the template needs: loops over the kept dims and, inside of these loops, loop nests over the reduced dims.
+    """A kernel in the form that the template needs. `lines` is the body of the loop over the kept dims."""
 
-    `stores` write results without reduced dims. `last` is the body of a final loop, for results with all dims. `before` precedes the
-    declarations of indices.
-    """
-
-    def __init__(
-        self, of: KernelEmitter, body: Lines, walks: Iterable[Nest] = (), stores: Lines = (), last: Lines = (), before: Lines = ()
-    ):
+    def __init__(self, of: KernelEmitter, body: Lines, before: Lines = ()):
+        """`before` precedes the declarations of indices."""
         self.name, self.loops, self.comments = of.name, of.loops, tuple(map(str, of.kernel.ops))
         pointers = (
             *(f"{of.array_of(name)} {of.pointers[name]}" for name in of.inputs),
@@ -53,8 +34,7 @@ class EmittedKernel:
         held = sorted(filter(of.pointers.get, of.ir.held), key=lambda name: name in of.terms)  # Terms of other ranks are loaded last.
         rows = ((name, of.loops.shifted(of.pointers[name], of.loops.row_terms(name))) for name in held)
         loads = (f"const auto {of.elements(name)} = {of.loops.row}.load({first});" for name, first in rows)
-        self.indices = (*before, *of.loops.declarations(), *loads)  # declarations of indices and of held rows
-        self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
+        self.lines = (*before, *of.loops.declarations(), *loads, *body)
         # The parameter by which the kernel exchanges data with other ranks, or "".
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
         if of.kernel.receivers:
@@ -102,16 +82,19 @@ class KernelEmitter(KernelFacts):
         return f"hw::fiber({self.loops.shifted(pointer, self.loops.terms(access))}, {size(fiber.size)}, {size(fiber.stride)})"
 
     def reduction(self) -> EmittedKernel:
-        """Emits the loop nests over the reduced dims, and the stores of results that have only kept dims."""
+        """Emits the loop nests over the reduced dims, the stores of results that have only kept dims, and a final loop for results with all
+        dims."""
         walks = self.ir.walks
-        nests = [self.nest(walk, is_last=walk is walks[-1]) for walk in walks if walk.reductions]
+        nests = [line for walk in walks if walk.reductions for line in self.nest(walk, is_last=walk is walks[-1])]
         inside = self.section()
         inside.store(() if walks[-1].reductions else walks[-1].stores)
-        last = inside.taken()
+        last = self.loops.nest(inside.taken())
         outside = self.section() if self.ir.has_wide_totals else self.row
         outside.store([name for name in self.results if not self.walked.is_whole(name)])
         stores = outside.taken_stores() if outside is self.row else outside.taken()
-        return EmittedKernel(self, self.row.taken(), nests, stores, last)
+        if stores and (is_leader := self.loops.text(self.loops.templates.leader_if)):
+            stores = (f"if ({is_leader}) {{", *stores, "}")
+        return EmittedKernel(self, (*nests, *self.row.taken(), *stores, *last))
 
     def section(self) -> Section:
         """Section for the innermost loop. If each element of a vector has its own accumulator, this loop is the loop over the vector."""
@@ -119,7 +102,8 @@ class KernelEmitter(KernelFacts):
             return Section(self, self.row, self.ir.width)
         return Section(self, width=self.ir.width, around=Section(self, self.row, is_around=True))
 
-    def nest(self, walk: Walk, is_last: bool) -> Nest:
+    def nest(self, walk: Walk, is_last: bool) -> Lines:
+        """Accumulators, the loop nest, and statements after the nest."""
         section = self.section()
         starts, after = [], []
         for op in walk.reductions:
@@ -150,5 +134,5 @@ class KernelEmitter(KernelFacts):
             if reduce := self.loops.reduce(is_last):
                 after.append(f"{total} = {reduce}({total}, {combine.functor}());")
         section.store(walk.stores)
-        body = section.taken()
-        return Nest(before=self.row.taken(), starts=tuple(starts), body=body, after=tuple(after))
+        nest = self.loops.nest(section.taken())
+        return (*self.row.taken(), *starts, *nest, *after)

@@ -24,14 +24,8 @@ def multiplies(kernel: ir.Kernel) -> bool:
 class _EachElement(LoopPrinter):
     """Loop of an epilogue. hw::few_rows calls the epilogue once per element."""
 
-    head = ""  # start of the call of hw::few_rows
-    grid = ""
     bounds = "hw::kProductThreads, 2"
     multiplies = True
-
-    @property
-    def loop(self) -> str:
-        return self.head
 
 
 class ProductEmitter(KernelEmitter):
@@ -82,7 +76,7 @@ class ProductEmitter(KernelEmitter):
         fields = f"{size(rows)}, {size(depth)}, {size(columns)}, {pointer}, {size(depth)}, {{{', '.join(weights)}}}, {size(pitch)}"
         operands = f"hw::FewRows<{dtype.cpp}, {len(self.products)}>{{{fields}}}"
         end = f"[&](int64_t {row}, int64_t {column}, const float (&{sums})[{len(self.products)}])"
-        self.loops.head = f"hw::few_rows<{str(self.is_transposed).lower()}>({operands}, {end}"
+        self.loops.loop = f"hw::few_rows<{str(self.is_transposed).lower()}>({operands}, {end}"
         element = f"const int64_t {self.loops.element} = {row} * {self.loops.integers.factor(columns)} + {column};"
         return EmittedKernel(self, section.taken(), before=(element,))
 
