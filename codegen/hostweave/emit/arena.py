@@ -64,14 +64,14 @@ def _told(event: MemoryEvent, context: ProgramContext) -> str:
     match event:
         case Begin():
             buffer = context.temporaries[event]
-            count, pool, in_window = buffer.count, buffer.pool, buffer.in_window
             context.integers.used |= buffer.sizes
-            return lay_out("memory_allocate", member=buffer.member, count=count, pool=pool, in_window=in_window)
+            arguments = filter(None, (buffer.member, buffer.count, buffer.pool))
+            return f"memory.allocate{'_window' if buffer.in_window else ''}({', '.join(arguments)});\n"
         case End(begin):
-            return lay_out("memory_free", member=context.temporaries[begin].member)
+            return f"memory.free({context.temporaries[begin].member});\n"
         case JoinEvent(stream):
-            return lay_out("memory_join", pool=context.streams[stream])
+            return f"memory.join({context.streams[stream]});\n"
         case OnRanks(mesh, inner):
             return lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context))
         case CallEvent(function):
-            return lay_out("memory_call", function=context.memory_of[function])
+            return f"{context.memory_of[function]}(sizes, memory);\n"

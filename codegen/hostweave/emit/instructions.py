@@ -192,7 +192,7 @@ class Emitter:
         least, greatest = self.integers.range(index)
         if least is None or least < 0 or greatest is None or greatest >= count:
             index = index % count
-        return lay_out("slot", name=name, member=member, index=self.expr(index))
+        return lay_out("pointer", name=name, value=f"{member}[{self.expr(index)}]")
 
     def temporary(self, i: ir.Allocate, declaration: str, member: str, comment: str, pool: str = "") -> Temporary:
         with self.integers.noting() as used:
@@ -224,7 +224,7 @@ class Emitter:
             self.buffers[i.out] = replace(source, text=f"{base} + {offset}", type=out)
             return ""
         self.buffers[i.out] = replace(source, text=self.local(i.out), type=out)
-        return lay_out("view", const=source.read_only, name=self.text(i.out), base=base, offset=offset)
+        return lay_out("pointer", name=self.text(i.out), value=f"{base} + {offset}", const=source.read_only)
 
     def emit_choose(self, i: ir.Choose) -> str:
         condition = self.integers.known(i.condition)
@@ -235,7 +235,7 @@ class Emitter:
         read_only = self.buffers[i.src].read_only or self.buffers[i.other].read_only
         in_window = self.lie_in_windows(i.src, i.other)
         self.buffers[i.out] = replace(self.buffers[i.other], text=self.local(i.out), read_only=read_only, in_window=in_window)
-        return lay_out("choose", const=read_only, name=self.text(i.out), condition=self.expr(condition), src=src, other=other)
+        return lay_out("pointer", name=self.text(i.out), value=f"{self.expr(condition)} ? {src} : {other}", const=read_only)
 
     # --- compute ---
 

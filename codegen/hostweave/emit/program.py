@@ -102,7 +102,7 @@ class ProgramSources:
         workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "cuBLASLt workspace of the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()
         self.temporaries = (*workspaces, *context.temporaries.values())
-        told = [lay_out("memory_allocate", member=each.member, count=each.count) for each in workspaces]
+        told = [f"memory.allocate({each.member}, {each.count});\n" for each in workspaces]
         self.memory = "".join(told) + arena_plan(emitter.memory_events, context)  # C++ in `prepare` that plans the arena
         self.kernels = tuple(context.kernels.values())
         self.user_kernels = tuple(map(UserFunction, {source.function: source for source in program.user_kernels}.values()))
