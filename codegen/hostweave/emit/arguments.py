@@ -9,33 +9,11 @@ from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter, OperandBuffer
 from hostweave.emit.layout import Guarded, guarded
-from hostweave.emit.meshes import part_view, parts_of
+from hostweave.emit.meshes import part_value, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
 from hostweave.types.size import Atom, LocalSize, Size, Sum
 from hostweave.types.tensor import BufferType
-
-
-class SizeBinding:
-    """A symbolic size that a call computes from a dim of an input. The value must be a multiple of `divisor`."""
-
-    def __init__(self, program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter):
-        multiple, self.value = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
-        is_multiple = binding.shards % multiple == 0 and not binding.from_global
-        if binding.from_global:
-            self.value = f"{path}.global_dim({binding.dim}, {binding.shards})"
-        elif binding.shards > 1:
-            self.value += f" * {binding.shards}"
-        self.label, self.name = binding.name, integers.sizes[binding.name]  # the user's name, and the C++ name
-        self.divisor = 1 if is_multiple else multiple
-        of_it = (part for part in parts_of(program) if part.size.name == binding.name)
-        self.parts = tuple(part_view(program, integers, part) for part in of_it)  # local sizes derived from the symbolic size
-
-    def lines(self) -> Iterator[str]:
-        yield f"const int64_t {self.name} = {self.value};"
-        if self.divisor > 1:
-            yield f'hw::expect_divisible("{self.label}", {self.name}, {self.divisor});'
-        yield from (f"const int64_t {part.name} = {part.value};" for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -45,7 +23,7 @@ class CheckedArgument:
     dtype: str
     shape: str
     pattern: str  # expected shape before this argument binds sizes; dims of unknown size are hw::kAny
-    sizes: tuple[SizeBinding, ...]
+    sizes: tuple[str, ...]  # declarations and checks of the sizes that this argument binds
     again: bool  # True if the check follows the bindings of sizes, and compares with `shape` instead of `pattern`
     buffer: OperandBuffer  # local buffer, such as bf16[M/8, K]
     used: bool
@@ -68,7 +46,7 @@ class CheckedArgument:
         check = f"{self.path}.expect({self.label}, {self.dtype}, {shape}, rank_.device(){named});"
         if self.memory:
             check = f"HW_CHECK(hw::take_over({self.label}, {self.memory}, {self.path}, caller));"
-        sizes = [("", line) for size in self.sizes for line in size.lines()]
+        sizes = [("", line) for line in self.sizes]
         yield from (*sizes, (self.on, check)) if self.again else ((self.on, check), *sizes)
 
 
@@ -80,6 +58,17 @@ class _Binding:
     dim: int
     shards: int
     from_global: bool = False  # True if shards may be uneven, or if only some ranks have the tensor
+
+    def lines(self, program: ir.HostProgram, path: str, integers: CppExprPrinter) -> Iterator[str]:
+        """C++ that declares the size and the local sizes derived from it, and checks that the size has the divisors that are needed."""
+        multiple, name = integers.multiples.get(self.name, 1), integers.sizes[self.name]
+        local = f"{path}.dim({self.dim})" + (f" * {self.shards}" if self.shards > 1 else "")
+        yield f"const int64_t {name} = {f'{path}.global_dim({self.dim}, {self.shards})' if self.from_global else local};"
+        if multiple > 1 and (self.from_global or self.shards % multiple):
+            yield f'hw::expect_divisible("{self.name}", {name}, {multiple});'
+        for part in parts_of(program):
+            if part.size.name == self.name:
+                yield f"const int64_t {integers.sizes[part]} = {part_value(program, integers, part)};"
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
@@ -107,7 +96,7 @@ def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -
     """Checks of tensors. A loop checks parameter groups. If a group binds sizes, its first tensor is also checked before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     # The sizes of tensors on parts of the mesh come first, so that checks with one condition share a block.
-    yield from (("", line) for x in arguments if x.on for size in x.sizes for line in size.lines())
+    yield from (("", line) for x in arguments if x.on for line in x.sizes)
     for x in arguments:
         structs = context.struct_of.get(x.parameter)
         if structs is None or x.sizes:
@@ -133,7 +122,7 @@ def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: S
 
 
 def argument(
-    program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[Atom], bindings: list[_Binding] | None = None
+    program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[Atom], bindings: Sequence[_Binding] = ()
 ) -> CheckedArgument:
     type, integers = _one(program, parameter), emitter.integers
     buffer, path = emitter.buffers[parameter.name], _path(program, parameter.name, emitter)
@@ -146,8 +135,8 @@ def argument(
         dtype=CUDA_TYPES[type.dtype.name],
         shape=integers.shape(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.size(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
-        sizes=tuple(SizeBinding(program, binding, path, integers) for binding in bindings or ()),
-        again=sum(is_open) > len(bindings or ()) or any(binding.from_global for binding in bindings or ()),
+        sizes=tuple(line for binding in bindings for line in binding.lines(program, path, integers)),
+        again=sum(is_open) > len(bindings) or any(binding.from_global for binding in bindings),
         buffer=replace(buffer, type=type),
         used=parameter.name in emitter.used and parameter.group is None,
         on=emitter.context.flag(parameter.type.mesh) if parameter.type.mesh else "",

@@ -137,10 +137,7 @@ class ProgramContext:
         return self.channels[channel.name]
 
     def exchange(self, channel: ir.Channel) -> str:
-        member = self.channel(channel).member
-        if member not in self.exchanges:
-            self.exchanges[member] = self.members.of(f"terms_on_{channel.name}", "exchange")
-        return self.exchanges[member]
+        return self.exchanges.setdefault(self.channel(channel).member, self.members.of(f"terms_on_{channel.name}", "exchange"))
 
     @property
     def index(self) -> str:

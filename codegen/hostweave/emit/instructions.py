@@ -12,6 +12,7 @@ from hostweave.analysis.def_use import def_use
 from hostweave.analysis.kernel_indices import updated
 from hostweave.analysis.live_ranges import begins, live_ranges
 from hostweave.base.errors import Location
+from hostweave.communication import steps
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layout import COMMON, lay_out
@@ -27,7 +28,7 @@ from hostweave.emit.plans import (
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Const, Coordinate, Expr, Symbol, leaves, opposite
+from hostweave.host_ir.expr import Const, Expr, Symbol, leaves, opposite
 from hostweave.transports.transport import Transport
 from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.size import Size, product
@@ -179,25 +180,23 @@ class Emitter:
         member = self.members.of(f"{self.function}_{i.out}" if self.function else i.out, f"buffer {len(self.temporaries)}")
         others = "".join(f", also {other}" for other in self.others.get(i.out, ()))
         pointer, comment = f"{i.type.dtype.cpp}*", f"{i.type}{others}"
+        with self.integers.noting() as used:
+            count = self.count_of(i.type)
+        made = partial(Temporary, member=member, count=count, in_window=i.in_window, sizes=frozenset(used))
         if begin.place.stream is None:
-            self.temporaries[begin] = self.temporary(i, f"{pointer} {member} = nullptr", member, comment)
+            self.temporaries[begin] = made(f"{pointer} {member} = nullptr", comment=comment)
             self.buffers[i.out] = OperandBuffer(member, i.type, i.out, False, i.in_window)
             return ""
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
-        count = next(streams.count for streams in self.program.streams if streams.name == stream)
-        declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one per stream"
-        self.temporaries[begin] = self.temporary(i, declaration, member, comment, pool)
+        streams = next(streams.count for streams in self.program.streams if streams.name == stream)
+        declaration = f"std::array<{pointer}, {begin.slots}> {member}{{}}"
+        self.temporaries[begin] = made(declaration, comment=f"{comment}, one per stream", pool=pool)
         self.buffers[i.out] = OperandBuffer(name, i.type, i.out, False, i.in_window)
         least, greatest = self.integers.range(index)
-        if least is None or least < 0 or greatest is None or greatest >= count:
-            index = index % count
+        if least is None or least < 0 or greatest is None or greatest >= streams:
+            index = index % streams
         return lay_out("pointer", name=name, value=f"{member}[{self.expr(index)}]")
-
-    def temporary(self, i: ir.Allocate, declaration: str, member: str, comment: str, pool: str = "") -> Temporary:
-        with self.integers.noting() as used:
-            count = self.count_of(i.type)
-        return Temporary(declaration, member, count, comment, pool, i.in_window, frozenset(used))
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:
         """Emits nothing: `prepare` plans the arena, and a run frees no memory."""
@@ -247,13 +246,11 @@ class Emitter:
         terms = [f".scale = {i.scale!r}"] if i.scale != 1 else []
         terms += [f".{field} = {self.text(name)}" for field, names in (("accumulate", i.accumulate), ("bias", i.bias)) for name in names]
         terms += [f".{field} = {self.text(name)}" for field, name in zip(("scale_a", "scale_b"), i.scales, strict=False)]
-        return self.lay_out(i, plan=self.plan(i), stream=stream, terms=terms)
-
-    def plan(self, i: ir.Matmul) -> str:
         types = [self.type_of(name) for name in operands_of(i)]
         made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *plan_arguments(i, types)
         name = self.context.products.name(i, types)
-        return self.planned("MatmulPlan", (name,), made_with, lambda: tuple(map(self.integers.strided, types[:3])))
+        plan = self.planned("MatmulPlan", (name,), made_with, lambda: tuple(map(self.integers.strided, types[:3])))
+        return self.lay_out(i, plan=plan, stream=stream, terms=terms)
 
     def planned(self, kind: str, names: Sequence[str], made_with: tuple[str, ...], prepared_with: Callable[[], tuple[str, ...]]) -> str:
         """C++ member that holds a plan. The name of the member is the first of `names` that no other plan has, or `names[0]` with a number.
@@ -370,13 +367,9 @@ class Emitter:
 
     def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
         """Emits a broadcast in place. The root only reads the buffer, so the C++ may cast away `const`."""
-        number: Expr = Const(0)  # number of this rank in the process group
-        channel = self.program.channel(i.channel)
-        for axis in channel.axes:
-            number = number * channel.mesh.axis_size(axis) + Coordinate(axis)
-        src, cpp = self.text(i.src), self.type_of(i.dst).dtype.cpp
-        kept = f"const_cast<{cpp}*>({src})" if self.buffers[i.src].read_only else src
-        return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
+        channel, src = self.program.channel(i.channel), self.text(i.src)
+        kept = f"const_cast<{self.type_of(i.dst).dtype.cpp}*>({src})" if self.buffers[i.src].read_only else src
+        return self.lay_out(i, rank_in_group=self.expr(steps.rank_in_group(channel.mesh, channel.axes)), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """Emits a loop over the ranks of the channel, or a call of the runtime if blocks may have different sizes."""

@@ -1,6 +1,5 @@
 """C++ for meshes: membership of a rank, coordinates, and local sizes."""
 
-from dataclasses import dataclass
 from math import prod
 
 from hostweave.emit.cpp import CppExprPrinter
@@ -60,14 +59,6 @@ def _factor(text: str) -> str:
     return f"({text})" if " - " in text else text
 
 
-@dataclass(frozen=True)
-class Local:
-    """An integer constant that a generated function declares, such as a local size or a coordinate."""
-
-    name: str
-    value: str
-
-
 @ir.analysis
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     """All sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` of a program."""
@@ -89,10 +80,10 @@ def part_name(part: Share) -> str:
     return f"{along}_of_{part.size}" if part.size.is_int else f"{part.size}_{along}"
 
 
-def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> Local:
-    """Name and C++ of a local size or first index, such as `hw::local_size(M, 8, rank_.index())`."""
+def part_value(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> str:
+    """C++ of a local size or first index, such as `hw::local_size(M, 8, rank_.index())`."""
     arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
         arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))
     function = "ceil_div" if isinstance(part, CeilDiv) else "local_begin" if isinstance(part, FirstIndex) else "local_size"
-    return Local(integers.sizes[part], f"hw::{function}({', '.join(arguments)})")
+    return f"hw::{function}({', '.join(arguments)})"

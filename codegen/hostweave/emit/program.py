@@ -11,7 +11,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layout import lay_out
-from hostweave.emit.meshes import RANK, Local, coordinate, membership, part_name, part_view, parts_of
+from hostweave.emit.meshes import RANK, coordinate, membership, part_name, part_value, parts_of
 from hostweave.emit.names import CppNames, is_reserved
 from hostweave.emit.structs import Structs
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -95,9 +95,9 @@ class ProgramSources:
         self.checks_of_outputs = checks_of([y for y in self.outputs if not y.memory], context)
         self.taken_over = checks_of([y for y in self.outputs if y.memory], context)  # outputs in donated memory
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # The SizeBinding of a named size declares the parts of the size.
-        self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
-        self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
+        # The input that binds a named size declares the parts of the size.
+        parts = {part: (sizes[part], part_value(program, integers, part)) for part in parts_of(flat) if not part.size.name}
+        self.parts, self.parts_of_sums = ([parts[part] for part in parts if part.size.is_int == fixed] for fixed in (True, False))
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
         workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "cuBLASLt workspace of the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()
@@ -192,10 +192,9 @@ def _ranks_of(channel: ChannelMember) -> str:
     return f"{channel.ir.size} ranks along {channel.along}" + (f" of {channel.ir.mesh}" if channel.flag else "")
 
 
-def _coordinates(integers: CppExprPrinter, used: set[str]) -> tuple[Local, ...]:
-    return tuple(
-        Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in used
-    )
+def _coordinates(integers: CppExprPrinter, used: set[str]) -> list[tuple[str, str]]:
+    """Names and C++ of the used coordinates."""
+    return [(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in used]
 
 
 def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:
