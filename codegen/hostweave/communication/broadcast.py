@@ -23,7 +23,7 @@ class _Broadcast(Lowering):
 
 class _Reduce(_Broadcast):
     def step(self, steps: LoopSteps) -> None:
-        b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
+        b, ((source, target),) = self.b, self.moves(steps)
         is_packed = not b.is_contiguous(target)
         arriving = temporary(b, target, steps) if is_packed else target
         b.emit(ir.Reduce(contiguous_source(b, source, steps), arriving, self.reduction.op, steps.owned_by, b.channel(self.axes)))

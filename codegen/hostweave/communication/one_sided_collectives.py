@@ -32,7 +32,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from hostweave.communication.packing import TermReduction, split_terms
+from hostweave.communication.packing import TermReduction, copied, split_terms
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import expr_of
 from hostweave.host_ir import ir
@@ -61,7 +61,11 @@ class OneSidedCollectives(Signals):
                 (self.b.copy_aside if is_outside else self.copy)(src, own)
 
         if puts:
-            self.put_to_all(src, own, dst, copy_own)
+            self.signal(dst, "free")
+            copy_own()
+            self.wait(dst, "free")
+            self.each_peer(lambda peer: self.b.emit(ir.Put(src, own, peer, SIGNAL, self.channel)))
+            self.wait(dst, "written")
         else:
             self.get_from_all(
                 src, copy_own, lambda peer: (src, self.block(self.by_rank(dst, shape), peer) if along is None else dst), along
@@ -123,16 +127,13 @@ class OneSidedCollectives(Signals):
         src = self.in_window(src)
         if distances == {0}:
             self.copy_locally(src, dst)
-        elif len(distances) == 1 and (distance := distances.pop()) is not None:  # All sources are at the same distance.
-            receiver = (self.rank + distance) % self.size
-            self.signal_to(receiver, src, "ready")
+            return
+        if len(distances) == 1 and (distance := distances.pop()) is not None:  # All sources are at the same distance.
+            ahead = (self.rank + distance) % self.size
+            self.signal_to(ahead, src, "ready")
             self.get((self.rank - distance) % self.size, src, dst)
-            self.wait_for(receiver, src, "read")
-        else:
-            self.permute(src, dst, sources)
-
-    def permute(self, src: str, dst: str, sources: ir.Sources) -> None:
-        """Emits a permute with a branch for each rank."""
+            self.wait_for(ahead, src, "read")
+            return
         receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
         for rank, source in enumerate(sources):
             receiver = receivers.get(rank, rank)
@@ -159,13 +160,6 @@ class OneSidedCollectives(Signals):
         self.signal(src, "read")
         self.wait(src, "read")
 
-    def put_to_all(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
-        self.signal(dst, "free")
-        copy_own()
-        self.wait(dst, "free")
-        self.each_peer(lambda peer: self.b.emit(ir.Put(src, own, peer, SIGNAL, self.channel)))
-        self.wait(dst, "written")
-
     def wait_and_get(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
         self.wait_for(peer, src, "ready")
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
@@ -188,11 +182,7 @@ class OneSidedCollectives(Signals):
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
-        if self.lies_in_window(src):
-            return src
-        packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])
-        self.b.emit(ir.Copy(src, packed))
-        return packed
+        return src if self.lies_in_window(src) else copied(self.b, src, None)
 
     def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
         """View of a buffer as one block per rank. `block` is the shape of a block, by default the dims after the first dim."""

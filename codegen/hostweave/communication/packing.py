@@ -110,21 +110,18 @@ def packed_destination(b: Builder, dst: str, steps: LoopSteps | None) -> Iterato
     b.emit(ir.Copy(packed, dst))
 
 
-def per_step(b: Builder, wanted: str, type: BufferType, steps: LoopSteps | None) -> str:
-    """Allocates contiguous memory. In a loop, each iteration has separate memory."""
+def per_step(b: Builder, wanted: str, type: BufferType, steps: LoopSteps | None, part: str = "") -> str:
+    """Allocates contiguous memory. In a loop, each iteration has separate memory, with the name `part`."""
     if steps is None:
         return b.allocate_here(wanted, type)
     ring = b.allocate(wanted, BufferType(type.dtype, (steps.count, *type.shape)))
-    return b.select(ring, 0, steps.block, f"{wanted}_{steps.index.name}")
+    return b.select(ring, 0, steps.block, part or f"{wanted}_{steps.index.name}")
 
 
 def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
     """Allocates contiguous memory with the shape of `like`. In a loop, each iteration has separate memory."""
-    type = b.types[like]
-    if steps is None:
-        return b.allocate_here(f"{like}_packed", type)
-    ring = b.allocate(f"{like.removesuffix('_' + steps.index.name)}_packed", BufferType(type.dtype, (steps.count, *type.shape)))
-    return b.select(ring, 0, steps.block, f"{like}_packed")
+    whole = like.removesuffix(f"_{steps.index.name}") if steps else like
+    return per_step(b, f"{whole}_packed", b.types[like], steps, f"{like}_packed")
 
 
 def split_terms(b: Builder, terms: str, name: str) -> list[str]:

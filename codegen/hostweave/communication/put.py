@@ -40,6 +40,10 @@ class _Loop(Lowering, Signals):
     def on(self, stream: str) -> AbstractContextManager[None]:
         return self.b.inside(partial(ir.OnStream, stream, Const(0)))
 
+    def others(self, steps: LoopSteps) -> Expr:
+        """Condition that another rank owns the iteration's block."""
+        return opposite(steps.owned_by.equals(self.rank))
+
     def chunk_shape(self, name: str) -> tuple[Size, ...]:
         return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
 
@@ -123,7 +127,7 @@ class PutGather(_Loop):
                         self.wait_for(self.sender(steps), landed, "written")
                 b.emit(ir.Record(self.arrived, steps.index))
 
-        branch(b, opposite(steps.owned_by.equals(self.rank)), arrive)
+        branch(b, self.others(steps), arrive)
 
     def read(self, shard: str, steps: LoopSteps) -> None:
         """Emits a get of a chunk of each value. Before the first chunk of a shard, emits a wait until the shard is ready."""
@@ -168,12 +172,6 @@ class _PutScatter(_Loop):
             self.signal(self.landing, "free")
             self.wait(self.landing, "free")
 
-    def term(self, steps: LoopSteps) -> str:
-        return self.values.operand(self.op, 0, steps)
-
-    def others(self, steps: LoopSteps) -> Expr:
-        return opposite(steps.owned_by.equals(self.rank))
-
     def step(self, steps: LoopSteps) -> None:
         """Records an event after the computation of a term for another rank."""
         branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.computed, steps.index)))
@@ -187,7 +185,7 @@ class _PutScatter(_Loop):
                 if self.subchunks > 1:
                     sender = (self.rank - 1 - steps.distance) % self.size
                     branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing, "written"))
-                source = contiguous_source(b, self.term(steps), None)
+                source = contiguous_source(b, self.values.operand(self.op, 0, steps), None)
                 target = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
                 target = b.select(target, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
                 b.emit(ir.Put(source, target, steps.owned_by, SIGNAL, self.channel))
@@ -208,14 +206,13 @@ class _PutScatter(_Loop):
                 self.add(replace(self.own, index=index))
 
     def add(self, steps: LoopSteps) -> None:
-        b, own, target = self.b, self.term(steps), self.values.destination(self.op, steps)
+        b, ((own, target),) = self.b, self.moves(steps)
         shape = (Size(self.size - 1), *b.types[own].shape)
         if steps.subchunks == Size():
             landed = b.reshape(self.landing, shape, f"{self.landing}_shards")
         else:
             landed = b.select(self.landing, 1, steps.subchunk, f"{self.landing}_{steps.index.name}")
-        terms = (own, *split_terms(b, landed, self.landing))
-        self.reduction.emit(terms, target)
+        self.reduction.emit((own, *split_terms(b, landed, self.landing)), target)
 
 
 class _Put(Algorithm):

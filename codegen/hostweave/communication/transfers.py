@@ -11,7 +11,7 @@ from math import prod
 
 from hostweave.communication.library_collectives import collectives_on
 from hostweave.communication.one_sided_collectives import OneSidedCollectives
-from hostweave.communication.packing import TermReduction, contiguous_source, group, packed_destination, packed_source, temporary
+from hostweave.communication.packing import TermReduction, contiguous_source, copied, group, packed_destination, packed_source, temporary
 from hostweave.communication.steps import Dataflow, LoopSteps, Values
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.attributes import BLOCKS
@@ -128,10 +128,8 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: Makes
     with b.on(target.mesh), _blocks_to_receive(b, dst, blocks, None, None) as landing:
         each(target.mesh, wait_and_get, lambda route: route.receiver, blocks.routes)
 
-    def wait_for_reader(route: Route) -> None:
-        ranks.wait_for(Const(route.receiver), packed, "read", number)
-
-    return lambda: each(source.mesh, wait_for_reader, lambda route: route.sender, last)
+    wait = partial(ranks.wait_for, buffer=packed, state="read", number=number)
+    return lambda: each(source.mesh, lambda route: wait(Const(route.receiver)), lambda route: route.sender, last)
 
 
 def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
@@ -171,12 +169,8 @@ def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, s
     """Contiguous memory with the blocks of `src` in order."""
     in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
-    if steps is not None or b.is_memory(in_order):
-        return in_order
-    # Sends and recvs may be posted outside of the `on` body, where the views of the body are not visible.
-    packed = temporary(b, in_order, steps)
-    b.emit(ir.Copy(in_order, packed))
-    return packed
+    # Outside of loops, sends and recvs may be posted outside of the `on` body, where the views of the body are not visible.
+    return in_order if steps is not None or b.is_memory(in_order) else copied(b, in_order, None)
 
 
 @contextmanager
