@@ -118,17 +118,13 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
     if required := _multiples(program):
         dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}
-        if size := _first_undivided(required, sizes):
+        if size := next(_undivided(required, sizes), None):
             raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: chunk loops need a multiple of {required[size]}")
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
     """Symbols that break a requirement of divisibility, with their sizes. All symbols of a sum or product are included."""
-    found: dict[str, int] = {}
-    for size, multiple in _of_symbols(program).items():
-        if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:
-            found |= {name: sizes[name] for name in size.symbols}
-    return found
+    return {name: sizes[name] for size in _undivided(_of_symbols(program), sizes) for name in size.symbols}
 
 
 @ir.analysis
@@ -145,18 +141,15 @@ def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
     """False if `expect_divided` would raise an error for these sizes."""
-    return _first_undivided(_multiples(program), sizes) is None
+    return next(_undivided(_multiples(program), sizes), None) is None
 
 
-def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) -> Size | None:
-    known = (size for size in multiples if sizes.keys() >= set(size.symbols))
-    return next((size for size in known if size.bind(sizes) % multiples[size]), None)
+def _undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) -> Iterator[Size]:
+    return (size for size, multiple in multiples.items() if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple)
 
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
     """Symbol or sum of symbols -> number that must divide the value. Empty if the compiler chose no chunk loops."""
-    if not any(choice.chosen.chunks for choice in program.choices):
-        return {}
-    found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}
-    return {size: multiple for size, multiple in found.items() if multiple > 1 and size.symbols == size.atoms}
+    is_chosen = any(choice.chosen.chunks for choice in program.choices)
+    return {size: multiple for size, multiple in _of_symbols(program).items() if is_chosen and len(size.factors) == 1}

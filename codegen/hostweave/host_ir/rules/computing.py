@@ -276,11 +276,8 @@ def launch(c: Checker, i: Any, scope: Scope) -> None:
             if after.calls and not tree.names(after, "free"):
                 break
             c.roots.define(after)
-        is_next = after.exchanges and (after.kind, after.channel, c.roots.of(after.srcs[0])) == (
-            "reduce_scatter",
-            i.sent_on,
-            c.roots.of(i.dsts[0]),
-        )
+        consumer = "reduce_scatter", i.sent_on, c.roots.of(i.dsts[0])
+        is_next = after.exchanges and (after.kind, after.channel, c.roots.of(after.srcs[0])) == consumer
         if not is_next or source:
             c.fail(f"a launch_reduce_scatter on {i.sent_on} of the result of a generated kernel must follow: launch without `sent on`")
     if source and not i.exchanges:

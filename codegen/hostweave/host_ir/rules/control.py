@@ -34,10 +34,6 @@ def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
         c.fail(f"there are {count} streams {i.stream}, not {i.first}: give a number from 1 to {count}, or omit the number for all")
 
 
-def _event(c: Checker, i: ir.Record | ir.Wait | ir.Mark, scope: Scope) -> None:
-    """Records, waits and marks are allowed on any stream."""
-
-
 def _let(c: Checker, i: ir.Let, scope: Scope) -> None:
     c.indices.add(i.out)
     if c.depends_on_rank(i.value):
@@ -104,9 +100,7 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.OnStream: _on_stream,
     ir.Fork: _fork_or_join,
     ir.Join: _fork_or_join,
-    ir.Record: _event,
-    ir.Wait: _event,
-    ir.Mark: _event,
+    **dict.fromkeys((ir.Record, ir.Wait, ir.Mark), lambda c, i, scope: None),  # allowed on any stream
     ir.Let: _let,
     ir.For: _for,
     ir.If: _if,
