@@ -57,17 +57,13 @@ class Dataflow:
     def map(self, op: Op) -> IndexMap:
         return index_map(op, operand_types(op, self.types))
 
-    def is_local(self, op: Op) -> bool:
-        """True if each rank of a transfer's target mesh already holds its shard of the result. The shard is the rank's whole local operand,
-        or a block of that operand along unsharded dims."""
-        blocks = op[BLOCKS]
-        dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
-        return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
-
     def is_view(self, op: Op) -> bool:
-        """True if an op is only pointer arithmetic: a view, a reduction over one local element, or a local transfer."""
+        """True if an op is only pointer arithmetic: a view, a reduction over one local element, or a local transfer: each rank
+        of the target mesh already holds its shard, as its whole local operand or as a block of the operand along unsharded dims."""
         if op.kind == "transfer":
-            return self.is_local(op)
+            blocks = op[BLOCKS]
+            dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
+            return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
         if OPS[op.kind].combine:
             return is_one_element(op, self.types[op.tensors[0]].local_shape(self.mesh, self.uneven))
         return OPS[op.kind].is_view

@@ -80,9 +80,8 @@ class ProgramContext:
     def __init__(self, program: ir.HostProgram, names: CppNames, integers: CppExprPrinter, machine: Machine):
         self.names, self.integers, self.machine = names, integers, machine
         self.functions = {f.name: names.of(f.name, "function") for f in program.functions}
-        self.memory_of = {
-            f.name: names.of(f"{f.name}_memory", "function") for f in program.functions
-        }  # C++ member function that plans the memory of a function
+        # C++ member function that plans the memory of a function
+        self.memory_of = {f.name: names.of(f"{f.name}_memory", "function") for f in program.functions}
         for body in bodies(program)[::-1]:  # Claims the user's names before most generated names.
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)

@@ -189,13 +189,12 @@ class Emitter:
             return ""
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
-        streams = next(streams.count for streams in self.program.streams if streams.name == stream)
         declaration = f"std::array<{pointer}, {begin.slots}> {member}{{}}"
         self.temporaries[begin] = made(declaration, comment=f"{comment}, one per stream", pool=pool)
         self.buffers[i.out] = OperandBuffer(name, i.type, i.out, False, i.in_window)
         least, greatest = self.integers.range(index)
-        if least is None or least < 0 or greatest is None or greatest >= streams:
-            index = index % streams
+        if least is None or least < 0 or greatest is None or greatest >= self.streams:
+            index = index % self.streams
         return lay_out("pointer", name=name, value=f"{member}[{self.expr(index)}]")
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:

@@ -31,10 +31,8 @@ class KernelFacts:
         self.types = kernel.types
         self.inputs = [p.name for p in kernel.inputs]
         self.made = kernel.made
-        exchange = kernel.exchanges
-        self.terms = (
-            {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}
-        )  # input -> number of ranks that send terms or blocks
+        # input -> number of ranks that send terms or blocks
+        self.terms = {op.tensors[0]: integers.program.size_of(op[MESH_AXES].names) for op in self.ops if op == kernel.exchanges}
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
         self.names = CppNames((*integers.sizes.values(), name, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
@@ -81,20 +79,14 @@ class KernelFacts:
 
         dims = tuple(letters[dim] for dim in self.ir.dims)
         walks = tuple(tuple(values[op.result.name] for op in walk.reductions) for walk in self.ir.walks)
-        chosen = (
-            self.ir.distribution,
-            self.ir.threads,
-            self.ir.blocks,
-            self.ir.width,
-            self.ir.index,
-            *(values[name] for name in self.ir.held),
-        )
+        chosen = self.ir.distribution, self.ir.threads, self.ir.blocks, self.ir.width, self.ir.index
+        held = tuple(values[name] for name in self.ir.held)
         fibers = tuple((values[name], fiber, of(self.types[name].shape[fiber])) for name, fiber in self.walked.fibers.items())
         return (
             tuple(map(of_op, self.ir.kernel.ops)),
             tuple((self.types[name].dtype, name in self.ir.outside) for name in self.ir.inputs),
             tuple(values[name] for name in self.results),
-            *(dims, len(self.ir.kept), walks, chosen, fibers, self.kernel.receivers),
+            *(dims, len(self.ir.kept), walks, chosen, held, fibers, self.kernel.receivers),
             tuple(map(of, self.used_sizes)),
         )
 

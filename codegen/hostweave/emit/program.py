@@ -120,10 +120,6 @@ class ProgramSources:
         self.headers = tuple(sorted([arena, "optional.h", "rank.h", "tensor.h", *(header for header, needed in optional if needed)]))
         self.source_headers = _source_headers(flat, context)
 
-    @property
-    def structs(self) -> tuple[Structs, ...]:
-        return self.context.structs
-
     def fields(self, arguments: Iterable[CheckedArgument]) -> Iterable[CheckedArgument | Structs]:
         return dict.fromkeys(self.context.struct_of.get(x.parameter, x) for x in arguments)
 
@@ -220,7 +216,6 @@ def _function_of(source: UserKernel) -> str:
 
 def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:
     """Splits the source of a user kernel into includes and the rest. Blank lines replace the includes, so line numbers stay."""
-    is_include = [line.lstrip().startswith("#include") for line in lines]
-    kept = tuple("" if included else line for line, included in zip(lines, is_include, strict=True))
+    includes = tuple(line for line in lines if line.lstrip().startswith("#include"))
     file, line = (location.file, location.line) if location else (f"the source of {function}", 1)
-    return Text(tuple(line for line, included in zip(lines, is_include, strict=True) if included), kept, line, file)
+    return Text(includes, tuple("" if line in includes else line for line in lines), line, file)

@@ -93,16 +93,14 @@ class Section:
         kernel, chunk = self.kernel, self.kernel.loops.names[self.kernel.ir.along]
         assert self.outer is not None
         if name not in kernel.rows:
-            lines = Section(kernel, self.outer, kernel.ir.width).computed_row(name)
+            section = Section(kernel, self.outer, kernel.ir.width)
+            section.own = name
+            section.give_back(name, compute_type(kernel.types[name].dtype), section.value(name))
+            lines = section.taken()
             kernel.rows[name] = Word(kernel.names.of(f"{name}_row", f"row of {name}"))
             head = f"const auto {kernel.rows[name]} = {kernel.loops.row}.hold([&](const hw::Chunk {chunk}) {{"
             self.outer.lines += [head, *lines, "});"]
         return kernel.rows[name]
-
-    def computed_row(self, name: str) -> tuple[str, ...]:
-        self.own = name
-        self.give_back(name, compute_type(self.kernel.types[name].dtype), self.value(name))
-        return self.taken()
 
     def give_back(self, name: str, element: str, value: str) -> None:
         """Makes the enclosing lambda return a vector of elements."""
