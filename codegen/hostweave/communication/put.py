@@ -77,7 +77,6 @@ class PutGather(_Loop):
                 self.wait(self.all[0].landing, "free")
 
     def arriving(self, op: Op) -> GatheredMemory:
-        """Memory that receives the chunks of a value."""
         b, value, dim = self.b, op.result, op.result.walked.dim
         self.values.take_chunks(op, self.own)
         memory = self.values.by_step.get(value.name) or self.values.buffer_of(value.name)

@@ -151,7 +151,6 @@ class ProgramContext:
         return self.flags[ranks][0]
 
     def plans_prepared(self) -> str:
-        """C++ that prepares the plans that this rank needs."""
         plans = self.plans.items()
         return guarded((self.condition_of_plan(key), f"{plan.member}.prepare({', '.join(plan.prepared_with)});") for key, plan in plans)
 

@@ -26,10 +26,10 @@ def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
 
 def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
     """C++ of a rank's coordinate along an axis. The rank must be in the mesh."""
-    at = [name for name, _ in mesh.axes].index(axis)
+    at, own = [name for name, _ in mesh.axes].index(axis), index(mesh, rank)
     inner = prod(size for _, size in mesh.axes[at + 1 :])
     further = (f" / {inner}" if inner > 1 else "") + (f" % {mesh.axes[at][1]}" if at else "")
-    return _factor(index(mesh, rank)) + further if further else index(mesh, rank)
+    return (f"({own})" if further and " - " in own else own) + further
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
@@ -53,10 +53,6 @@ def index(mesh: Mesh, rank: str = RANK) -> str:
 
 def _index_in(mesh: Mesh, rank: str) -> str:
     return f"hw::index_in({{{', '.join(map(str, mesh.all_ranks))}}}, {rank})"
-
-
-def _factor(text: str) -> str:
-    return f"({text})" if " - " in text else text
 
 
 @ir.analysis

@@ -189,7 +189,6 @@ def _ranks_of(channel: ChannelMember) -> str:
 
 
 def _coordinates(integers: CppExprPrinter, used: set[str]) -> list[tuple[str, str]]:
-    """Names and C++ of the used coordinates."""
     return [(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in used]
 
 
