@@ -46,7 +46,7 @@ class ProductEmitter(KernelEmitter):
         loops = index_space(epilogue, [*types, *buffers[len(kernel.inputs) :]])
         super().__init__(replace(loops, distribution=BY_THREAD), integers, name)
         self.locals = {op.result.name: self.pointers.pop(op.result.name) for op in self.products}
-        self.kernel, self.inputs = kernel, [p.name for p in kernel.inputs]
+        self.kernel, self.made, self.inputs = kernel, kernel.made, [p.name for p in kernel.inputs]
         self.types = {**self.types, **{p.name: p.type for p in kernel.inputs}}
         self.lies = self.given | {name: self.lies[name] for name in self.results}
         x, w = (self.given[name] for name in self.products[0].tensors)

@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 from compiled_fusions import compiled, expect, integer_arrays, lowered, random_arrays
 from cuda_here import needs_cuda
@@ -69,6 +71,20 @@ def test_layouts() -> None:
     for rows, k, n in ((1, 7, 5), (4, 70, 65), (5, 8, 64), (9, 33, 130)):
         arrays = integer_arrays(layouts, {"T": rows, "K": k, "N": n}, seed=rows)
         expect(layouts, arrays, compiled(layouts).run(**arrays, ranks=True), exact=True)
+
+
+def test_a_comparison_rounds_the_products() -> None:
+    """The products 300 and 301 are equal in bf16."""
+
+    @hw.fusion(x=hw.bf16[4, 40], v=hw.bf16[40, 24], w=hw.bf16[40, 24])
+    def same(x, v, w):  # type: ignore[no-untyped-def]
+        return hw.equal(hw.matmul(x, v), hw.matmul(x, w))
+
+    assert any("_of_few_rows" in kernel.name for kernel in lowered(same).kernels)
+    x, v = (np.full(shape, value, ml_dtypes.bfloat16) for shape, value in (((4, 40), 1), ((40, 24), 7.5)))
+    w = v.copy()
+    w[0] += 1
+    assert compiled(same).run(x=x, v=v, w=w).all()
 
 
 def test_a_result_reuses_the_memory_of_its_operand() -> None:
