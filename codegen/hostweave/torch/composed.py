@@ -5,6 +5,7 @@ In training, torch differentiates the decomposed graph. Ops in `linalg.DERIVED` 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,17 +178,13 @@ def cumprod(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     return _scanned(dim, [wide], lambda before, now: [before[0] * now[0]])[0]
 
 
-def _cumulative(is_later: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def scan(x: torch.Tensor, dim: int) -> Any:
-        def joined(before: Any, now: Any) -> Any:
-            later = is_later(now[0], before[0]) | torch.isnan(now[0])
-            return [torch.where(later, b, a) for a, b in zip(before, now, strict=True)]
+def _cumulative(is_later: Callable[[Any, Any], Any], x: torch.Tensor, dim: int) -> Any:
+    def joined(before: Any, now: Any) -> Any:
+        later = is_later(now[0], before[0]) | torch.isnan(now[0])
+        return [torch.where(later, b, a) for a, b in zip(before, now, strict=True)]
 
-        positions = torch.arange(x.shape[dim] if x.ndim else 1, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim % max(x.ndim, 1)))
-        values, numbers = _scanned(dim, [x, positions.expand(x.shape) if x.ndim else positions.reshape(())], joined)
-        return values, numbers
-
-    return scan
+    positions = torch.arange(x.shape[dim] if x.ndim else 1, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim % max(x.ndim, 1)))
+    return tuple(_scanned(dim, [x, positions.expand(x.shape) if x.ndim else positions.reshape(())], joined))
 
 
 def _chosen(values: torch.Tensor, order: torch.Tensor, position: Any, dim: int, keepdim: bool) -> Any:
@@ -200,22 +197,19 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> A
     return _chosen(*torch.sort(x, dim=dim, stable=True), k - 1, dim, keepdim) if x.ndim else (x, torch.zeros_like(x, dtype=torch.int64))
 
 
-def _median(skips_nan: bool) -> Callable[..., Any]:
-    def median(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
-        """Returns the lower median and the index of the median. A NaN makes the median NaN, unless `skips_nan`."""
-        if not x.ndim:
-            return x, torch.zeros_like(x, dtype=torch.int64)
-        counted = (~torch.isnan(x)).sum(dim, keepdim=True)
-        position = (counted - 1).clamp(0) // 2
-        if not skips_nan:
-            position = torch.where(counted < x.shape[dim], counted, position)
-        return _chosen(*torch.sort(x, dim=dim, stable=True), position, dim, keepdim)
-
-    return median
+def _median(skips_nan: bool, x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
+    """Returns the lower median and the index of the median. A NaN makes the median NaN, unless `skips_nan`."""
+    if not x.ndim:
+        return x, torch.zeros_like(x, dtype=torch.int64)
+    counted = (~torch.isnan(x)).sum(dim, keepdim=True)
+    position = (counted - 1).clamp(0) // 2
+    if not skips_nan:
+        position = torch.where(counted < x.shape[dim], counted, position)
+    return _chosen(*torch.sort(x, dim=dim, stable=True), position, dim, keepdim)
 
 
-def _median_of_all(skips_nan: bool) -> Callable[[torch.Tensor], Any]:
-    return lambda x: _median(skips_nan)(x.reshape(-1), 0)[0] if x.numel() else x.new_full((), math.nan)
+def _median_of_all(skips_nan: bool, x: torch.Tensor) -> Any:
+    return _median(skips_nan, x.reshape(-1), 0)[0] if x.numel() else x.new_full((), math.nan)
 
 
 def searchsorted(
@@ -393,22 +387,18 @@ def frexp(x: torch.Tensor) -> Any:
     return torch.where(odd, wide, mantissa).to(x.dtype), torch.where(odd, 0, exponent)
 
 
-def _filled(numbers: Callable[[torch.Tensor], torch.Tensor], value: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _filled(
+    numbers: Callable[..., torch.Tensor], value: Callable[..., torch.Tensor], x: torch.Tensor, *parameters: Any, generator: Any = None
+) -> torch.Tensor:
     """Rule of an op that fills a tensor with random values, which `value` computes from random numbers and parameters."""
-
-    def rule(x: torch.Tensor, *parameters: Any, generator: Any = None) -> torch.Tensor:
-        if generator is not None:
-            raise ProgramError("random numbers of another generator are not supported; omit generator=")
-        wide = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else torch.float32
-        return value(numbers(torch.empty_like(x, dtype=wide)), *parameters).to(x.dtype)
-
-    return rule
+    if generator is not None:
+        raise ProgramError("random numbers of another generator are not supported; omit generator=")
+    wide = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else torch.float32
+    return value(numbers(torch.empty_like(x, dtype=wide)), *parameters).to(x.dtype)
 
 
-_uniform = _filled(torch.rand_like, lambda u, low=0.0, high=1.0: u * (high - low) + low)
-
-
-_exponential = _filled(torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / rate)
+_uniform = partial(_filled, torch.rand_like, lambda u, low=0.0, high=1.0: u * (high - low) + low)
+_exponential = partial(_filled, torch.rand_like, lambda u, rate=1.0: -torch.log1p(-u) / rate)
 
 
 def multinomial(weights: torch.Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> torch.Tensor:
@@ -436,7 +426,7 @@ def rrelu(
 
 
 def _normal(like: torch.Tensor, mean: Any, std: Any, generator: Any) -> torch.Tensor:
-    return _filled(torch.randn_like, lambda z: z * std + mean)(like, generator=generator)
+    return _filled(torch.randn_like, lambda z: z * std + mean, like, generator=generator)
 
 
 def _normal_of_size(mean: float, std: float, size: Sequence[int], *, generator: Any = None, dtype: Any = None, **_: Any) -> torch.Tensor:
@@ -465,13 +455,13 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.frexp.Tensor: frexp,
     aten.cumprod.default: cumprod,
     aten.logcumsumexp.default: lambda x, dim: _scanned(dim, [x], lambda before, now: [torch.logaddexp(before[0], now[0])])[0],
-    aten.cummax.default: _cumulative(torch.ge),
-    aten.cummin.default: _cumulative(torch.le),
+    aten.cummax.default: partial(_cumulative, torch.ge),
+    aten.cummin.default: partial(_cumulative, torch.le),
     aten.kthvalue.default: kthvalue,
-    aten.median.dim: _median(False),
-    aten.nanmedian.dim: _median(True),
-    aten.median.default: _median_of_all(False),
-    aten.nanmedian.default: _median_of_all(True),
+    aten.median.dim: partial(_median, False),
+    aten.nanmedian.dim: partial(_median, True),
+    aten.median.default: partial(_median_of_all, False),
+    aten.nanmedian.default: partial(_median_of_all, True),
     **dict.fromkeys((aten.bucketize.Tensor, aten.bucketize.Scalar), lambda values, edges, **how: searchsorted(edges, values, **how)),
     aten.searchsorted.Tensor: searchsorted,
     aten.searchsorted.Scalar: searchsorted,
@@ -491,19 +481,21 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.rrelu_with_noise_functional.default: rrelu,
     # random numbers
     aten.uniform.default: _uniform,
-    aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt)(x, x, generator=generator),
-    aten.bernoulli.p: _filled(torch.rand_like, torch.lt),
-    aten.bernoulli.Tensor: _filled(torch.rand_like, torch.lt),
+    aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt, x, x, generator=generator),
+    aten.bernoulli.p: partial(_filled, torch.rand_like, torch.lt),
+    aten.bernoulli.Tensor: partial(_filled, torch.rand_like, torch.lt),
     aten.normal.float_float: _normal_of_size,
     aten.normal.Tensor_Tensor: lambda mean, std, generator=None: _normal(mean + 0 * std, mean, std, generator),
     aten.normal.Tensor_float: lambda mean, std=1.0, generator=None: _normal(mean, mean, std, generator),
     aten.normal.float_Tensor: lambda mean, std, generator=None: _normal(std, mean, std, generator),
-    aten.normal_functional.default: _filled(torch.randn_like, lambda z, mean=0.0, std=1.0: z * std + mean),
-    aten.log_normal.default: _filled(torch.randn_like, lambda z, mean=1.0, std=2.0: torch.exp(z * std + mean)),
+    aten.normal_functional.default: partial(_filled, torch.randn_like, lambda z, mean=0.0, std=1.0: z * std + mean),
+    aten.log_normal.default: partial(_filled, torch.randn_like, lambda z, mean=1.0, std=2.0: torch.exp(z * std + mean)),
     aten.exponential.default: _exponential,
     aten.multinomial.default: multinomial,
     aten.randperm.default: randperm,
-    aten.cauchy.default: _filled(torch.rand_like, lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(math.pi * (u - 0.5))),
-    aten.geometric.default: _filled(torch.rand_like, lambda u, p: torch.ceil(torch.log1p(-u) / math.log1p(-p)).clamp(min=1)),
+    aten.cauchy.default: partial(
+        _filled, torch.rand_like, lambda u, median=0.0, sigma=1.0: median + sigma * torch.tan(math.pi * (u - 0.5))
+    ),
+    aten.geometric.default: partial(_filled, torch.rand_like, lambda u, p: torch.ceil(torch.log1p(-u) / math.log1p(-p)).clamp(min=1)),
 }
 COMPOSED = _VIEWS | {op: as_laid_out(op, rule) for op, rule in _VALUES.items()}
