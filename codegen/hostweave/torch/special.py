@@ -3,6 +3,7 @@ complex numbers. The rules also refuse float64, because the sums have only enoug
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,15 @@ aten = torch.ops.aten
 _FAR = 25.0  # from here on, asymptotic expansions have an error below 1e-7
 
 
-def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_float32(function: Callable[..., Any], x: Any, *others: Any) -> Any:
     """Rule that computes in float32, and refuses float64 and complex operands. The result has the dtype of the first float operand, or
     float32 for ints."""
-
-    def rule(x: Any, *others: Any) -> Any:
-        given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
-        if any(one.dtype == torch.float64 or one.is_complex() for one in given):
-            return NotImplemented
-        floats = [one.dtype for one in given if one.is_floating_point()]
-        made = function(*(one.to(torch.float32) if isinstance(one, torch.Tensor) else one for one in (x, *others)))
-        return made.to(floats[0] if floats else torch.float32)
-
-    return rule
+    given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
+    if any(one.dtype == torch.float64 or one.is_complex() for one in given):
+        return NotImplemented
+    floats = [one.dtype for one in given if one.is_floating_point()]
+    made = function(*(one.to(torch.float32) if isinstance(one, torch.Tensor) else one for one in (x, *others)))
+    return made.to(floats[0] if floats else torch.float32)
 
 
 # --- Bessel functions -------------------------------------------------------------------------------------------------
@@ -44,47 +41,41 @@ def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
     return made
 
 
-def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
-    """Even and odd part of the asymptotic expansion of I, J, K and Y in 1 / (8 x)."""
+def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any, Any]:
+    """x, at least `_FAR`, and the even and odd part of the asymptotic expansion of I, J, K and Y in 1 / (8 x)."""
+    far = x.clamp(min=_FAR)
     mu, term, terms = 4.0 * order * order, 1.0, [1.0]
     for k in range(1, 6):
         term *= (mu - (2 * k - 1) ** 2) / k
         terms.append(term)
-    z = 1 / (8 * x)
+    z = 1 / (8 * far)
     even = _power_series(z * z, [terms[0], sign * terms[2], terms[4]])
     odd = z * _power_series(z * z, [terms[1], sign * terms[3], terms[5]])
-    return even, odd
+    return far, even, odd
 
 
-def _i_scaled(order: int) -> Callable[[Any], Any]:
+def _i_scaled(order: int, x: Any) -> Any:
     """exp(-|x|) I(x). The weights cos(angle) of order 1 sum to 0, so expm1 can replace exp, and is precise for small x."""
-
-    def function(x: Any) -> Any:
-        size = x.abs()
-        near = size.clamp(max=_FAR)
-        if order:
-            small = _mean(near, lambda x, angle: torch.expm1(x * (math.cos(angle) - 1)) * math.cos(angle))
-        else:
-            small = _mean(near, lambda x, angle: torch.exp(x * (math.cos(angle) - 1)))
-        far = size.clamp(min=_FAR)
-        even, odd = _hankel(order, far, 1.0)
-        made = torch.where(size <= _FAR, small, (even - odd) / torch.sqrt(2 * math.pi * far))
-        return torch.where(x < 0, -made, made) if order else made
-
-    return function
+    size = x.abs()
+    near = size.clamp(max=_FAR)
+    if order:
+        small = _mean(near, lambda x, angle: torch.expm1(x * (math.cos(angle) - 1)) * math.cos(angle))
+    else:
+        small = _mean(near, lambda x, angle: torch.exp(x * (math.cos(angle) - 1)))
+    far, even, odd = _hankel(order, size, 1.0)
+    made = torch.where(size <= _FAR, small, (even - odd) / torch.sqrt(2 * math.pi * far))
+    return torch.where(x < 0, -made, made) if order else made
 
 
-_i0e, _i1e = _i_scaled(0), _i_scaled(1)
+_i0e, _i1e = partial(_i_scaled, 0), partial(_i_scaled, 1)
 
 
-def _i0(x: Any) -> Any:
-    half = torch.exp(x.abs() / 2)  # exp(|x|) may overflow
-    return half * _i0e(x) * half
+def _unscaled(scaled: Callable[[Any], Any], sign: float, x: Any) -> Any:
+    half = torch.exp(sign * x.abs() / 2)  # exp(|x|) may overflow
+    return half * scaled(x) * half
 
 
-def _i1(x: Any) -> Any:
-    half = torch.exp(x.abs() / 2)
-    return half * _i1e(x) * half
+_i0, _i1 = partial(_unscaled, _i0e, 1.0), partial(_unscaled, _i1e, 1.0)
 
 
 def _psi(n: int) -> float:
@@ -96,73 +87,58 @@ def _psi_series(order: int, z: Any, count: int) -> Any:
     return _power_series(z, list(terms))
 
 
-def _k_scaled(order: int) -> Callable[[Any], Any]:
+def _k_scaled(order: int, x: Any) -> Any:
     """exp(x) K(x): the series up to x = 1, the integral of exp(-x cosh t) cosh(order t) up to x = 25, then the asymptotic expansion."""
-
-    def function(x: Any) -> Any:
-        low = x.clamp(max=1.0)
-        z, log = low * low / 4, torch.log(low / 2)
-        sums = _psi_series(order, z, 7)
-        series = log * _i1(low) + 1 / low - low / 4 * sums if order else sums - log * _i0(low)
-        high, step = x.clamp(min=1.0), 0.2
-        total: Any = torch.full_like(high, 0.5)
-        for k in range(1, 21):
-            wide = math.cosh(step * k)
-            total = total + torch.exp(high * (1 - wide)) * (wide if order else 1.0)
-        far = x.clamp(min=_FAR)
-        even, odd = _hankel(order, far, 1.0)
-        integral = torch.where(x <= _FAR, total * step, (even + odd) * torch.sqrt(math.pi / (2 * far)))
-        made = torch.where(x <= 1, series * torch.exp(low), integral)
-        return torch.where(x > 0, made, torch.where(x == 0, math.inf, math.nan))
-
-    return function
+    low = x.clamp(max=1.0)
+    z, log = low * low / 4, torch.log(low / 2)
+    sums = _psi_series(order, z, 7)
+    series = log * _i1(low) + 1 / low - low / 4 * sums if order else sums - log * _i0(low)
+    high, step = x.clamp(min=1.0), 0.2
+    total: Any = torch.full_like(high, 0.5)
+    for k in range(1, 21):
+        wide = math.cosh(step * k)
+        total = total + torch.exp(high * (1 - wide)) * (wide if order else 1.0)
+    far, even, odd = _hankel(order, x, 1.0)
+    integral = torch.where(x <= _FAR, total * step, (even + odd) * torch.sqrt(math.pi / (2 * far)))
+    made = torch.where(x <= 1, series * torch.exp(low), integral)
+    return torch.where(x > 0, made, torch.where(x == 0, math.inf, math.nan))
 
 
-def _unscaled(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda x: function(x) * torch.exp(-x)
+_k0e, _k1e = partial(_k_scaled, 0), partial(_k_scaled, 1)
+_GAUSS = zip(*np.polynomial.legendre.leggauss(32), strict=True)
+_NODES = [(float(node + 1) / 2, float(weight) / 2) for node, weight in _GAUSS]  # for integrals from 0 to 1
 
 
-def _j(order: int) -> Callable[[Any], Any]:
-    def function(x: Any) -> Any:
-        size = x.abs()
-        near = size.clamp(max=_FAR)
-        small = _mean(near, lambda x, angle: torch.cos(x * math.sin(angle) - order * angle), 24)
-        far = size.clamp(min=_FAR)
-        even, odd = _hankel(order, far, -1.0)
-        phase = far - (order / 2 + 0.25) * math.pi
-        large = (even * torch.cos(phase) - odd * torch.sin(phase)) * torch.sqrt(2 / (math.pi * far))
-        made = torch.where(size <= _FAR, small, large)
-        return torch.where(x < 0, -made, made) if order else made
-
-    return function
+def _j(order: int, x: Any) -> Any:
+    size = x.abs()
+    near = size.clamp(max=_FAR)
+    small = _mean(near, lambda x, angle: torch.cos(x * math.sin(angle) - order * angle), 24)
+    far, even, odd = _hankel(order, size, -1.0)
+    phase = far - (order / 2 + 0.25) * math.pi
+    large = (even * torch.cos(phase) - odd * torch.sin(phase)) * torch.sqrt(2 / (math.pi * far))
+    made = torch.where(size <= _FAR, small, large)
+    return torch.where(x < 0, -made, made) if order else made
 
 
-def _y(order: int) -> Callable[[Any], Any]:
+def _y(order: int, x: Any) -> Any:
     """Bessel function Y: the series up to x = 2, integrals up to x = 25, then the asymptotic expansion."""
-    j, gauss = _j(order), np.polynomial.legendre.leggauss(32)
-    nodes = [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(*gauss, strict=True)]
-
-    def function(x: Any) -> Any:
-        low = x.clamp(max=2.0)
-        z, log = low * low / 4, torch.log(low / 2)
-        sums = _psi_series(order, -z, 10)
-        series = (2 * log * j(low) - 2 / low - low / 2 * sums) / math.pi if order else (2 / math.pi) * (log * j(low) - sums)
-        middle = x.clamp(2.0, _FAR)
-        waves: Any = sum(torch.sin(middle * math.sin(math.pi * at) - order * math.pi * at) * weight for at, weight in nodes)
-        end = torch.asinh(20 / middle)
-        tail: Any = 0.0
-        for at, weight in nodes:
-            t = end * at
-            tail = tail + torch.exp(-middle * torch.sinh(t)) * (2 * torch.sinh(t) if order else 2.0) * weight
-        integral = waves - tail * end / math.pi
-        far = x.clamp(min=_FAR)
-        even, odd = _hankel(order, far, -1.0)
-        phase = far - (order / 2 + 0.25) * math.pi
-        large = (even * torch.sin(phase) + odd * torch.cos(phase)) * torch.sqrt(2 / (math.pi * far))
-        made = torch.where(x <= 2, series, torch.where(x <= _FAR, integral, large))
-        return torch.where(x > 0, made, torch.where(x == 0, -math.inf, math.nan))
-
-    return function
+    low = x.clamp(max=2.0)
+    z, log = low * low / 4, torch.log(low / 2)
+    sums = _psi_series(order, -z, 10)
+    series = (2 * log * _j(order, low) - 2 / low - low / 2 * sums) / math.pi if order else (2 / math.pi) * (log * _j(order, low) - sums)
+    middle = x.clamp(2.0, _FAR)
+    waves: Any = sum(torch.sin(middle * math.sin(math.pi * at) - order * math.pi * at) * weight for at, weight in _NODES)
+    end = torch.asinh(20 / middle)
+    tail: Any = 0.0
+    for at, weight in _NODES:
+        t = end * at
+        tail = tail + torch.exp(-middle * torch.sinh(t)) * (2 * torch.sinh(t) if order else 2.0) * weight
+    integral = waves - tail * end / math.pi
+    far, even, odd = _hankel(order, x, -1.0)
+    phase = far - (order / 2 + 0.25) * math.pi
+    large = (even * torch.sin(phase) + odd * torch.cos(phase)) * torch.sqrt(2 / (math.pi * far))
+    made = torch.where(x <= 2, series, torch.where(x <= _FAR, integral, large))
+    return torch.where(x > 0, made, torch.where(x == 0, -math.inf, math.nan))
 
 
 def _spherical_j0(x: Any) -> Any:
@@ -237,47 +213,29 @@ def _erfcx(x: Any) -> Any:
     return torch.where(x > 8, far, torch.exp(low * low) * torch.erfc(low))
 
 
-def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
+def _chebyshev(kind: str, is_shifted: bool, x: Any, n: Any) -> Any:
     """Function for a Chebyshev polynomial: uses the angle with cosine x, or the hyperbolic angle if |x| is larger than 1."""
-
-    def function(x: Any, n: Any) -> Any:
-        x = 2 * x - 1 if is_shifted else x
-        n = torch.trunc(n) if isinstance(n, torch.Tensor) else torch.full_like(x, math.trunc(n))
-        size = x.abs()
-        inside, outside = torch.acos(x.clamp(-1, 1)), torch.acosh(size.clamp(min=1))
-        is_odd = torch.remainder(n, 2) == 1
-        turned = (x < 0) & is_odd
-        sign = torch.where(turned, -1.0, 1.0)
-        power = torch.exp(n * outside)  # a quotient of hyperbolic functions may be finite although both overflow
-
-        def valid(made: Any) -> Any:
-            return torch.where(n > 0, made, torch.where(n == 0, 1.0, 0.0))
-
-        if kind == "t":
-            a, b = torch.cos(n * inside), sign * torch.cosh(n * outside)
-            return valid(torch.where(size <= 1, a, b))
-        if kind == "u":
-            a = torch.where(torch.sin(inside).abs() < 1e-4, sign * (n + 1), torch.sin((n + 1) * inside) / torch.sin(inside))
-            b = sign * torch.where(outside < 1e-4, n + 1, power * torch.expm1(-2 * (n + 1) * outside) / torch.expm1(-2 * outside))
-            return valid(torch.where(size <= 1, a, b))
-        # The third kind at x equals the fourth kind at -x, up to the sign for odd degrees.
-        half = n + 0.5
-        near = x if kind == "v" else -x
+    x = 2 * x - 1 if is_shifted else x
+    n = torch.trunc(n) if isinstance(n, torch.Tensor) else torch.full_like(x, math.trunc(n))
+    size = x.abs()
+    inside, outside = torch.acos(x.clamp(-1, 1)), torch.acosh(size.clamp(min=1))
+    parity = torch.where(torch.remainder(n, 2) == 1, -1.0, 1.0)
+    sign: Any = torch.where(x < 0, parity, 1.0)
+    power = torch.exp(n * outside)  # a quotient of hyperbolic functions may be finite although both overflow
+    if kind == "t":
+        a, b = torch.cos(n * inside), sign * torch.cosh(n * outside)
+    elif kind == "u":
+        a = torch.where(torch.sin(inside).abs() < 1e-4, sign * (n + 1), torch.sin((n + 1) * inside) / torch.sin(inside))
+        b = sign * torch.where(outside < 1e-4, n + 1, power * torch.expm1(-2 * (n + 1) * outside) / torch.expm1(-2 * outside))
+    else:  # the third kind at x equals the fourth kind at -x, up to the sign for odd degrees
+        half, near, sign = n + 0.5, x if kind == "v" else -x, 1.0 if kind == "v" else parity
         angle = torch.acos(near.clamp(-1, 1))
-        of_cos = torch.where(
-            torch.cos(angle / 2).abs() < 1e-4, torch.where(is_odd, -1.0, 1.0) * (2 * n + 1), torch.cos(half * angle) / torch.cos(angle / 2)
-        )
-        of_cosh = torch.where(
-            near >= 0,
-            power * (1 + torch.exp(-2 * half * outside)) / (1 + torch.exp(-outside)),
-            torch.where(is_odd, -1.0, 1.0)
-            * torch.where(outside < 1e-4, 2 * n + 1, power * torch.expm1(-2 * half * outside) / torch.expm1(-outside)),
-        )
-        made = torch.where(size <= 1, of_cos, of_cosh)
-        made = made if kind == "v" else torch.where(is_odd, -made, made)
-        return valid(made)
-
-    return function
+        a = sign * torch.where(torch.cos(angle / 2).abs() < 1e-4, parity * (2 * n + 1), torch.cos(half * angle) / torch.cos(angle / 2))
+        positive = power * (1 + torch.exp(-2 * half * outside)) / (1 + torch.exp(-outside))
+        negative = parity * torch.where(outside < 1e-4, 2 * n + 1, power * torch.expm1(-2 * half * outside) / torch.expm1(-outside))
+        b = sign * torch.where(near >= 0, positive, negative)
+    made = torch.where(size <= 1, a, b)
+    return torch.where(n > 0, made, torch.where(n == 0, 1.0, 0.0))
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -287,16 +245,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "special_i1e": _i1e,
     "special_modified_bessel_i0": _i0,
     "special_modified_bessel_i1": _i1,
-    "special_modified_bessel_k0": _unscaled(_k_scaled(0)),
-    "special_modified_bessel_k1": _unscaled(_k_scaled(1)),
-    "special_scaled_modified_bessel_k0": _k_scaled(0),
-    "special_scaled_modified_bessel_k1": _k_scaled(1),
-    "special_bessel_j0": _j(0),
-    "special_bessel_j1": _j(1),
-    "special_bessel_y0": _y(0),
-    "special_bessel_y1": _y(1),
+    "special_modified_bessel_k0": partial(_unscaled, _k0e, -1.0),
+    "special_modified_bessel_k1": partial(_unscaled, _k1e, -1.0),
+    "special_scaled_modified_bessel_k0": _k0e,
+    "special_scaled_modified_bessel_k1": _k1e,
+    "special_bessel_j0": partial(_j, 0),
+    "special_bessel_j1": partial(_j, 1),
+    "special_bessel_y0": partial(_y, 0),
+    "special_bessel_y1": partial(_y, 1),
     "special_spherical_bessel_j0": _spherical_j0,
-    "digamma": lambda x: polygamma(0, x),
+    "digamma": partial(polygamma, 0),
     "erfinv": _erfinv,
     "special_ndtri": _ndtri,
     "special_erfcx": _erfcx,
@@ -305,11 +263,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _WORDS = "i0 special_i0e special_i1 special_i1e digamma polygamma erfinv special_ndtri special_erfcx"
 DERIVED = {getattr(aten, name).default for name in _WORDS.split()}
 SPECIAL: dict[Any, Callable[..., Any]] = {
-    **{getattr(aten, name).default: _in_float32(function) for name, function in _FUNCTIONS.items()},
-    aten.polygamma.default: lambda n, x: NotImplemented if n > 20 else _in_float32(lambda x: polygamma(n, x))(x),
+    **{getattr(aten, name).default: partial(_in_float32, function) for name, function in _FUNCTIONS.items()},
+    aten.polygamma.default: lambda n, x: NotImplemented if n > 20 else _in_float32(partial(polygamma, n), x),
 }
 for _kind in "tuvw":
     for _word in ("", "shifted_"):
         _op = getattr(aten, f"special_{_word}chebyshev_polynomial_{_kind}")
-        _rule = _in_float32(_chebyshev(_kind, bool(_word)))
+        _rule = partial(_in_float32, partial(_chebyshev, _kind, bool(_word)))
         SPECIAL |= {_op.default: _rule, _op.n_scalar: _rule}
