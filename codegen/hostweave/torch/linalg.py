@@ -6,6 +6,7 @@ inverted by blocks.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +19,13 @@ def _rows(a: Any) -> Any:
     return torch.arange(a.shape[-2], device=a.device).unsqueeze(-1)
 
 
-def _for_small(function: Callable[..., Any], rows: float = _ROWS) -> Callable[..., Any]:
+def _for_small(function: Callable[..., Any], rows: float, *args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
     """Makes a function the rule of an op. The rule returns NotImplemented for complex matrices, if `check_errors` is set, or if a matrix
     does not have 1 to `rows` rows and columns."""
-
-    def rule(*args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
-        given = [one for one in args if isinstance(one, torch.Tensor)]
-        fits = all(isinstance(size, int) and 0 < size <= rows for one in given for size in one.shape[-2:])
-        fits = fits and not check_errors and not any(one.is_complex() for one in given)
-        return function(*args, **kwargs) if fits else NotImplemented
-
-    return rule
+    given = [one for one in args if isinstance(one, torch.Tensor)]
+    fits = all(isinstance(size, int) and 0 < size <= rows for one in given for size in one.shape[-2:])
+    fits = fits and not check_errors and not any(one.is_complex() for one in given)
+    return function(*args, **kwargs) if fits else NotImplemented
 
 
 def _first(failed: list[Any]) -> Any:
@@ -191,27 +188,25 @@ def solve_ex(a: Any, b: Any, *, left: bool = True) -> Any:
 
 
 def inv_ex(a: Any) -> Any:
-    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
-    factors, _, order, failed = _factored(a)
-    return _solved_by(factors, order, identity), _first(failed)
+    made, _, _, info = solve_ex(a, torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape))
+    return made, info
 
 
-def _sign(pivots: Any) -> Any:
-    """1 if the number of row exchanges is even, otherwise -1."""
+def _eliminated(a: Any) -> tuple[Any, Any, Any, Any]:
+    """LU factorisation of a, the diagonal of U, and the sign of the row exchanges: 1 if their number is even, otherwise -1."""
+    factors, pivots, _, _ = _factored(a)
     moved = (pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)).sum(-1)
-    return 1 - 2 * torch.remainder(moved, 2)
+    return factors, pivots, torch.diagonal(factors, dim1=-2, dim2=-1), 1 - 2 * torch.remainder(moved, 2)
 
 
 def det(a: Any) -> Any:
-    factors, pivots, _, _ = _factored(a)
-    diagonal = torch.diagonal(factors, dim1=-2, dim2=-1)
-    return diagonal.prod(-1) * _sign(pivots), factors, pivots
+    factors, pivots, diagonal, sign = _eliminated(a)
+    return diagonal.prod(-1) * sign, factors, pivots
 
 
 def slogdet(a: Any) -> Any:
-    factors, pivots, _, _ = _factored(a)
-    diagonal = torch.diagonal(factors, dim1=-2, dim2=-1)
-    return torch.sign(diagonal).prod(-1) * _sign(pivots), torch.log(diagonal.abs()).sum(-1), factors, pivots
+    factors, pivots, diagonal, sign = _eliminated(a)
+    return torch.sign(diagonal).prod(-1) * sign, torch.log(diagonal.abs()).sum(-1), factors, pivots
 
 
 _OF_TRIANGLES: dict[Any, Callable[..., Any]] = {
@@ -239,6 +234,6 @@ DERIVED = {
     aten.linalg_solve_triangular.default,
 }
 LINALG: dict[Any, Callable[..., Any]] = {
-    **{op: _for_small(rule) for op, rule in _RULES.items()},
-    **{op: _for_small(rule, math.inf) for op, rule in _OF_TRIANGLES.items()},
+    **{op: partial(_for_small, rule, _ROWS) for op, rule in _RULES.items()},
+    **{op: partial(_for_small, rule, math.inf) for op, rule in _OF_TRIANGLES.items()},
 }
