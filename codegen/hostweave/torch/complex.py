@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +65,12 @@ class _Pairs(Interpreter):
         node = self._node
         if not any(map(_is_pair, leaves)) and not _makes_complex(node):
             return super().call_function(target, args, kwargs)
-        name = op_of(node)
-        if name in _TABLE or name.partition(".")[0] in _TABLE:
-            return (_TABLE.get(name) or _TABLE[name.partition(".")[0]])(*args, **kwargs)
-        if name.partition(".")[0] in _OF_PARTS and any(map(_is_pair, leaves)):
+        word = op_of(node).partition(".")[0]
+        if word in _TABLE:
+            return _TABLE[word](*args, **kwargs)
+        if word in _OF_PARTS and any(map(_is_pair, leaves)):
             return _by_parts(target, args, kwargs)
-        raise refused(ProgramError(f"aten.{name} of complex numbers is not supported: {COMPLEX}", location(node)), [node])
+        raise refused(ProgramError(f"aten.{op_of(node)} of complex numbers is not supported: {COMPLEX}", location(node)), [node])
 
     def run_node(self, n: Node) -> Any:
         self._node = n
@@ -116,12 +117,9 @@ def _by_parts(target: Any, args: Any, kwargs: Any) -> Any:
     return [Pair(*both) for both in zip(re, im, strict=True)] if isinstance(re, list | tuple) else Pair(re, im)
 
 
-def _sum(sign: int) -> Callable[..., Any]:
-    def add(a: Any, b: Any, alpha: Any = 1) -> Any:
-        a, b = _as_pair(a), _mul(_as_pair(b), sign * alpha)
-        return Pair(a.re + b.re, a.im + b.im)
-
-    return add
+def _add(a: Any, b: Any, alpha: Any = 1) -> Pair:
+    a, b = _as_pair(a), _mul(_as_pair(b), alpha)
+    return Pair(a.re + b.re, a.im + b.im)
 
 
 def _where(condition: Any, a: Any, b: Any) -> Pair:
@@ -132,7 +130,7 @@ def _padded(x: Pair, pad: Sequence[int], value: Any = 0) -> Pair:
     return Pair(*(aten.constant_pad_nd(part, pad, own) for part, own in zip(x, _as_pair(value), strict=True)))
 
 
-def _mul(a: Any, b: Any) -> Any:
+def _mul(a: Any, b: Any) -> Pair:
     a, b = (_as_pair(one) if isinstance(one, complex) else one for one in (a, b))
     if not _is_pair(a) or not _is_pair(b):
         pair, other = (a, b) if _is_pair(a) else (b, a)
@@ -177,16 +175,12 @@ def _pow(x: Any, exponent: Any) -> Any:
 
 def _sgn(x: Pair) -> Pair:
     size = _abs(x)
-    scale = torch.where(size == 0, 0.0, 1 / size)
-    return Pair(x.re * scale, x.im * scale)
+    return _mul(x, torch.where(size == 0, 0.0, 1 / size))
 
 
-def _product(target: Callable[..., Any]) -> Callable[..., Any]:
-    def product(a: Any, b: Any) -> Any:
-        a, b = _as_pair(a), _as_pair(b)
-        return Pair(target(a.re, b.re) - target(a.im, b.im), target(a.re, b.im) + target(a.im, b.re))
-
-    return product
+def _product(target: Callable[..., Any], a: Any, b: Any) -> Any:
+    a, b = _as_pair(a), _as_pair(b)
+    return Pair(target(a.re, b.re) - target(a.im, b.im), target(a.re, b.im) + target(a.im, b.re))
 
 
 def _cast(x: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
@@ -203,13 +197,9 @@ def _full(shape: Any, value: Any, *, dtype: Any = None, device: Any = None, **_:
     return Pair(*(torch.full(shape, part, dtype=real, device=device) for part in _as_pair(value)))
 
 
-def _same(is_equal: bool) -> Callable[..., Any]:
-    def compare(a: Any, b: Any) -> Any:
-        a, b = _as_pair(a), _as_pair(b)
-        same = (a.re == b.re) & (a.im == b.im)
-        return same if is_equal else ~same
-
-    return compare
+def _equal(a: Any, b: Any) -> Any:
+    a, b = _as_pair(a), _as_pair(b)
+    return (a.re == b.re) & (a.im == b.im)
 
 
 # --- Fourier transforms -----------------------------------------------------------------------------------------------
@@ -243,27 +233,22 @@ def _c2c(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Pair
     x, scale = _as_pair(x), _scale([_as_pair(x).re.shape[dim] for dim in dims], normalization)
     for dim in dims:
         x = _transformed(x, dim, -1 if forward else 1)
-    return Pair(x.re * scale, x.im * scale) if scale != 1 else x
+    return _mul(x, scale) if scale != 1 else x
 
 
 def _r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Pair:
     *others, last = dims
     size, scale = x.shape[last], _scale([x.shape[dim] for dim in dims], normalization)
     cos, sin = _waves(size, size // 2 + 1 if onesided else size, size, x)
-    made = Pair(_along(x, last, cos * scale), -_along(x, last, sin * scale))
-    for dim in others:
-        made = _transformed(made, dim, -1)
-    return made
+    return _c2c(Pair(_along(x, last, cos * scale), -_along(x, last, sin * scale)), others, 0, True)
 
 
 def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
     """Inverse transform with a real result. x has the first size // 2 + 1 terms; the missing terms are conjugates of these terms."""
     x, (*others, last) = _as_pair(x), dims
     scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
-    for dim in others:
-        x = _transformed(x, dim, 1)
     terms = size // 2 + 1
-    x = Pair(*(part.narrow(last, 0, terms) for part in x))
+    x = Pair(*(part.narrow(last, 0, terms) for part in _c2c(x, others, 0, False)))
     cos, sin = _waves(terms, size, size, x.re)
     number = torch.arange(terms, device=x.re.device)
     weight = torch.where((number == 0) | (number * 2 == size), scale, 2 * scale).to(x.re.dtype)[:, None]
@@ -288,19 +273,19 @@ _TABLE: dict[str, Callable[..., Any]] = {
     "log": _log,
     "pow": _pow,
     "sgn": _sgn,
-    "eq": _same(True),
-    "ne": _same(False),
+    "eq": _equal,
+    "ne": lambda a, b: ~_equal(a, b),
     "isnan": lambda x: torch.isnan(x.re) | torch.isnan(x.im),
-    **{name: _product(getattr(torch, name)) for name in ("mm", "bmm", "matmul", "mv", "dot")},
+    **{name: partial(_product, getattr(torch, name)) for name in ("mm", "bmm", "matmul", "mv", "dot")},
     **dict.fromkeys(("_to_copy", "to"), _cast),
     "full": _full,
     "zeros": lambda shape, **named: _full(shape, 0, **named),
     "ones": lambda shape, **named: _full(shape, 1, **named),
     "scalar_tensor": lambda value, **named: _full((), value, **named),
     "constant_pad_nd": _padded,
-    "add": _sum(1),
-    "sub": _sum(-1),
-    "rsub": lambda a, b, alpha=1: _sum(-1)(b, a, alpha),
+    "add": _add,
+    "sub": lambda a, b, alpha=1: _add(a, b, -alpha),
+    "rsub": lambda a, b, alpha=1: _add(b, a, -alpha),
     "where": _where,
     "_fft_c2c": _c2c,
     "_fft_r2c": _r2c,
