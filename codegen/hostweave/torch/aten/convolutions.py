@@ -9,7 +9,7 @@ from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.shapes import padded
+from hostweave.torch.aten.shapes import padded, part
 from hostweave.torch.aten.table import Result, aten, cast, torch_dtype, wide
 from hostweave.torch.windows import each
 from hostweave.types.size import Size, product
@@ -100,9 +100,7 @@ def _count(sizes: SizePerDim) -> Any:
 
 
 def _widened(result: Result, x: hw.Tensor, before: Sequence[int], behind: Sequence[int]) -> hw.Tensor:
-    """Pads images with zeros. A negative width removes elements."""
-    made: hw.Tensor = padded(result, x, [width for pair in zip(reversed(before), reversed(behind), strict=True) for width in pair])
-    return made
+    return padded(result, x, [width for pair in zip(reversed(before), reversed(behind), strict=True) for width in pair])
 
 
 def _turned(
@@ -114,7 +112,7 @@ def _turned(
             size = int(y.shape[dim])
             apart = hw.pad(hw.expand_dims(y, dim + 1), (*(0 for _ in range(2 * (y.ndim - 1 - dim))), 0, s - 1))
             y = hw.reshape(apart, *(size * s if i == dim else length for i, length in enumerate(y.shape)))
-            y = y[(*(slice(None) for _ in range(dim)), slice(0, size * s - s + 1))]
+            y = part(y, dim, slice(0, size * s - s + 1))
     before = [d * (k - 1) - p for d, k, p in zip(kernel.dilation, kernel.sizes, padding, strict=True)]
     y = _widened(result, y, before, [width + extra for width, extra in zip(before, more, strict=True)])
     ins, channels = int(weight.shape[0]), int(weight.shape[1])
@@ -132,13 +130,7 @@ def _geometry(
 
 
 @aten("convolution.default")
-def _convolution(
-    result: Result,
-    x: hw.Tensor,
-    weight: hw.Tensor,
-    bias: hw.Tensor | None,
-    *geometry: Any,
-) -> hw.Tensor:
+def _convolution(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, *geometry: Any) -> hw.Tensor:
     kernel, padding, transposed, output_padding = _geometry(weight, *geometry)
     if transposed:
         x, weight, kernel = _turned(result, x, weight, kernel, padding, output_padding)
@@ -149,12 +141,7 @@ def _convolution(
 
 @aten("convolution_backward.default")
 def _convolution_backward(
-    result: Result,
-    dy: hw.Tensor,
-    x: hw.Tensor,
-    weight: hw.Tensor,
-    bias_sizes: Any,
-    *geometry: Any,
+    result: Result, dy: hw.Tensor, x: hw.Tensor, weight: hw.Tensor, bias_sizes: Any, *geometry: Any
 ) -> tuple[hw.Tensor | None, ...]:
     *geometry_of_forward, mask = geometry
     kernel, padding, transposed, _ = _geometry(weight, *geometry_of_forward)

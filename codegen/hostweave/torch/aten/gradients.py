@@ -9,7 +9,7 @@ import torch
 import hostweave as hw
 from hostweave.fusion_ir.frontend.composites import MAX_RANDOM_DIMS
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.shapes import beside, first, numbered, padded
+from hostweave.torch.aten.shapes import beside, first, numbered, padded, part
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
 from hostweave.types.size import product
@@ -249,10 +249,9 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
     """x * cos + rotate_half(x) * sin, at least in f32. With `back`, computes the gradient of the input from x, the gradient of the
     result."""
     halves = []
-    for part in (x, cos, sin):
-        pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)
-        at = [slice(None)] * (part.ndim - 1)
-        halves.append([wide(pairs[(*at, slice(i, i + 1))], result) for i in (0, 1)])
+    for whole in (x, cos, sin):
+        pairs = hw.reshape(whole, *whole.shape[:-1], 2, int(x.shape[-1]) // 2)
+        halves.append([wide(part(pairs, -2, slice(i, i + 1)), result) for i in (0, 1)])
     (first, second), (c1, c2), (s1, s2) = halves
     both = (first * c1 + second * s2, second * c2 - first * s1) if back else (first * c1 - second * s1, second * c2 + first * s2)
     return hw.reshape(cast(hw.concat(both, x.ndim - 1), result.dtype), *x.shape)
@@ -287,10 +286,7 @@ def _select_scatter(result: Result, x: hw.Tensor, source: hw.Tensor, dim: int, i
 
 
 def _between(x: hw.Tensor, source: hw.Tensor, dim: int, begin: int, length: int) -> hw.Tensor:
-    def part(of: slice) -> hw.Tensor:
-        return x[(*(slice(None) for _ in range(dim)), of)]
-
     size = int(x.shape[dim])
-    before = [part(slice(0, begin))] if begin else []
-    after = [part(slice(begin + length, size))] if begin + length < size else []
+    before = [part(x, dim, slice(0, begin))] if begin else []
+    after = [part(x, dim, slice(begin + length, size))] if begin + length < size else []
     return hw.concat([*before, source, *after], dim) if before or after else source

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import hostweave as hw
@@ -15,22 +15,12 @@ sigmoid relu silu floor ceil trunc round
 """
 
 
-def _unary(name: str, function: Callable[[hw.Tensor], hw.Tensor]) -> None:
-    TABLE[f"{name}.default"] = lambda result, x: cast(function(cast(x, result.dtype)), result.dtype)
-
-
-for _name in _SAME_NAME.split():
-    _unary(_name, getattr(hw, _name))
+def _unary(function: Callable[[hw.Tensor], hw.Tensor], result: Result, x: hw.Tensor) -> hw.Tensor:
+    return cast(function(cast(x, result.dtype)), result.dtype)
 
 
 def _abs(x: hw.Tensor) -> hw.Tensor:
     return x if x.dtype.kind == "uint" else hw.abs(x)
-
-
-_unary("abs", _abs)
-_unary("neg", hw.negative)
-_unary("bitwise_not", lambda x: ~x)
-_unary("square", lambda x: x * x)
 
 
 def _sign(x: hw.Tensor) -> hw.Tensor:
@@ -39,7 +29,11 @@ def _sign(x: hw.Tensor) -> hw.Tensor:
     return hw.where(x != x, 0, hw.sign(x)) if x.dtype.kind == "float" else hw.sign(x)
 
 
-_unary("sign", _sign)
+for _name, _function in {
+    **{name: getattr(hw, name) for name in _SAME_NAME.split()},
+    **{"abs": _abs, "neg": hw.negative, "sign": _sign, "bitwise_not": operator.invert, "square": lambda x: x * x},
+}.items():
+    TABLE[f"{_name}.default"] = partial(_unary, _function)
 
 
 TABLE |= {
@@ -55,10 +49,6 @@ TABLE |= {
         _clamped(result, x, min, max) if result.dtype.is_floating_point else _clamped(result, x, int(min), int(max))
     ),
     **dict.fromkeys(
-        ("masked_fill.Scalar", "masked_fill.Tensor"),
-        lambda result, x, mask, value: _where(result, mask, value, x),
-    ),
-    **dict.fromkeys(
         ("_to_copy.default", "to.dtype", "_assert_tensor_metadata.default", "prims.convert_element_type.default"),
         lambda result, x, *_, **__: cast(x, result.dtype) if result.dtypes else None,
     ),
@@ -69,13 +59,9 @@ TABLE |= {
 }
 
 
-def _binary(name: str, function: Callable[[Any, Any], hw.Tensor], overloads: str = "Tensor Scalar") -> None:
-    def entry(result: Result, a: Any, b: Any, alpha: Number = 1) -> Any:
-        dtype = result.dtype
-        a, b = cast(a, dtype), cast(b, dtype)
-        return cast(function(a, b if alpha == 1 else b * alpha), dtype)
-
-    TABLE.update({f"{name}.{overload}": entry for overload in overloads.split()})
+def _binary(function: Callable[[Any, Any], hw.Tensor], result: Result, a: Any, b: Any, alpha: Number = 1) -> Any:
+    a, b = cast(a, result.dtype), cast(b, result.dtype)
+    return cast(function(a, b if alpha == 1 else b * alpha), result.dtype)
 
 
 for _name, _function in {
@@ -93,30 +79,26 @@ for _name, _function in {
     **dict.fromkeys(("bitwise_and", "__and__"), operator.and_),
     **dict.fromkeys(("bitwise_or", "__or__"), operator.or_),
 }.items():
-    _binary(_name, _function)
-_binary("lcm", lambda a, b: _abs(a // hw.gcd(a, b) * b), "default")
+    aten(f"{_name}.Tensor", f"{_name}.Scalar")(partial(_binary, _function))
+TABLE["lcm.default"] = partial(_binary, lambda a, b: _abs(a // hw.gcd(a, b) * b))
 for _name in ("atan2", "hypot", "gcd"):
-    _binary(_name, getattr(hw, _name), "default")
+    TABLE[f"{_name}.default"] = partial(_binary, getattr(hw, _name))
 
 
-def _of_two(of_numbers: Callable[[Any, Any], Any], of_bools: Callable[[Any, Any], Any], skips_nan: bool) -> Callable[[Any, Any], Any]:
+def _of_two(of_numbers: Callable[[Any, Any], Any], of_bools: Callable[[Any, Any], Any], skips_nan: bool, a: Any, b: Any) -> Any:
     """Maximum or minimum of two elements. With `skips_nan`, the result is NaN only if both elements are NaN."""
-
-    def chosen(a: Any, b: Any) -> Any:
-        a, b = (a, b) if isinstance(a, hw.Tensor) else (b, a)
-        if a.dtype == hw.bool_:
-            return of_bools(a, b)
-        made = of_numbers(a, b)
-        if skips_nan and a.dtype.kind == "float":
-            made = hw.where(a != a, b, made if not isinstance(b, hw.Tensor) else hw.where(b != b, a, made))
-        return made
-
-    return chosen
+    a, b = (a, b) if isinstance(a, hw.Tensor) else (b, a)
+    if a.dtype == hw.bool_:
+        return of_bools(a, b)
+    made = of_numbers(a, b)
+    if skips_nan and a.dtype.kind == "float":
+        made = hw.where(a != a, b, made if not isinstance(b, hw.Tensor) else hw.where(b != b, a, made))
+    return made
 
 
 for _skips, _names in ((False, ("maximum", "minimum")), (True, ("fmax", "fmin"))):
-    _binary(_names[0], _of_two(hw.maximum, operator.or_, _skips), "default")
-    _binary(_names[1], _of_two(hw.minimum, operator.and_, _skips), "default")
+    TABLE[f"{_names[0]}.default"] = partial(_binary, partial(_of_two, hw.maximum, operator.or_, _skips))
+    TABLE[f"{_names[1]}.default"] = partial(_binary, partial(_of_two, hw.minimum, operator.and_, _skips))
 
 
 def _clamped(result: Result, x: hw.Tensor, low: Any = None, high: Any = None) -> hw.Tensor:
@@ -127,17 +109,14 @@ def _clamped(result: Result, x: hw.Tensor, low: Any = None, high: Any = None) ->
     return x if high is None else x & high
 
 
-def _scaled(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def entry(result: Result, x: Any, a: Any, b: Any, value: Any = 1) -> Any:
-        x, a, b, value = (cast(one, result.dtype) for one in (x, a, b, value))
-        return x + (function(a, b) if isinstance(value, Number) and value == 1 else value * function(a, b))
-
-    return entry
+def _scaled(function: Callable[[Any, Any], Any], result: Result, x: Any, a: Any, b: Any, value: Any = 1) -> Any:
+    x, a, b, value = (cast(one, result.dtype) for one in (x, a, b, value))
+    return x + (function(a, b) if isinstance(value, Number) and value == 1 else value * function(a, b))
 
 
 TABLE |= {
-    "addcmul.default": _scaled(operator.mul),
-    "addcdiv.default": _scaled(operator.truediv),
+    "addcmul.default": partial(_scaled, operator.mul),
+    "addcdiv.default": partial(_scaled, operator.truediv),
     **dict.fromkeys(
         ("lerp.Scalar", "lerp.Tensor"),
         lambda result, a, b, weight: cast(a, result.dtype) + cast(weight, result.dtype) * (cast(b, result.dtype) - cast(a, result.dtype)),
@@ -173,7 +152,7 @@ def _pow(a: Any, b: Any) -> Any:
     return {0.5: hw.sqrt, -0.5: hw.rsqrt, -1: hw.reciprocal}[exponent](a)
 
 
-_binary("pow", _pow, "Tensor_Tensor Tensor_Scalar Scalar")
+aten("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar")(partial(_binary, _pow))
 
 
 @aten("round.decimals")
@@ -190,27 +169,21 @@ def _div(result: Result, a: Any, b: Any, rounding_mode: str | None = None) -> An
     return hw.trunc(a / b) if rounding_mode == "trunc" else a / b
 
 
-def _comparison(name: str, function: Callable[[Any, Any], hw.Tensor]) -> None:
-    def entry(result: Result, a: Any, b: Any) -> hw.Tensor:
-        dtype = common_dtype(a, b)
-        return function(cast(a, dtype), cast(b, dtype))
-
-    TABLE.update({f"{name}.{overload}": entry for overload in ("Tensor", "Scalar")})
+def _comparison(function: Callable[[Any, Any], hw.Tensor], result: Result, a: Any, b: Any) -> hw.Tensor:
+    dtype = common_dtype(a, b)
+    return function(cast(a, dtype), cast(b, dtype))
 
 
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _comparison(_name, getattr(operator, _name))
+    aten(f"{_name}.Tensor", f"{_name}.Scalar")(partial(_comparison, getattr(operator, _name)))
 
 
-def _logical(name: str, function: Callable[[Any, Any], hw.Tensor]) -> None:
-    def true(x: Any) -> Any:
-        return bool(x) if isinstance(x, Number) else x if x.dtype == hw.bool_ else x != 0
-
-    TABLE[f"{name}.default"] = lambda result, a, b: function(true(a), true(b))
+def _logical(function: Callable[..., hw.Tensor], result: Result, *given: Any) -> hw.Tensor:
+    return function(*(bool(x) if isinstance(x, Number) else x if x.dtype == hw.bool_ else x != 0 for x in given))
 
 
 for _name in ("logical_and", "logical_or", "logical_xor"):
-    _logical(_name, getattr(hw, _name))
+    TABLE[f"{_name}.default"] = partial(_logical, getattr(hw, _name))
 
 
 @aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
@@ -224,6 +197,9 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     return hw.where(condition, a, b)
 
 
+aten("masked_fill.Scalar", "masked_fill.Tensor")(lambda result, x, mask, value: _where(result, mask, value, x))
+
+
 @aten("dropout.default")
 def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
     """Returns x, or raises ProgramError in training if p is not 0. In modules, `hostweave.dropout` replaces this op."""
@@ -232,6 +208,4 @@ def _no_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = Tru
     return x
 
 
-@aten("native_dropout.default")
-def _no_native_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> tuple[hw.Tensor]:
-    return (_no_dropout(result, x, p, train),)
+TABLE["native_dropout.default"] = lambda result, x, p, train=True: (_no_dropout(result, x, p, train),)

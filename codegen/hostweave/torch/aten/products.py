@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import hostweave as hw
-from hostweave.torch.aten.table import DTYPES, Number, Result, aten, cast, refuse
+from hostweave.torch.aten.table import DTYPES, TABLE, Number, Result, aten, cast, refuse
 from hostweave.types.size import product
 from hostweave.types.tensor import DType
 
@@ -19,13 +19,9 @@ def _linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | N
 
 @aten("mm.default", "bmm.default", "matmul.default")
 def _matmul(result: Result, a: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
-    if a.ndim == 1 or b.ndim == 1:
-        rows = hw.expand_dims(a, 0) if a.ndim == 1 else a
-        columns = hw.expand_dims(b, 1) if b.ndim == 1 else b
-        gone = tuple(dim for dim, one in ((-2, a.ndim == 1), (-1, b.ndim == 1)) if one)
-        made = hw.matmul(rows, columns)
-        return hw.squeeze(made, tuple(dim % made.ndim for dim in gone))
-    return hw.matmul(a, b)
+    made = hw.matmul(hw.expand_dims(a, 0) if a.ndim == 1 else a, hw.expand_dims(b, 1) if b.ndim == 1 else b)
+    gone = tuple(made.ndim - end for end, one in ((2, a), (1, b)) if one.ndim == 1)
+    return hw.squeeze(made, gone) if gone else made
 
 
 @aten("addmm.default", "baddbmm.default")
@@ -67,9 +63,7 @@ def _grouped_mm(
     return _grouped(a, b, offs)
 
 
-@aten("transformers.grouped_mm_fallback.default")
-def _grouped_mm_fallback(result: Result, x: hw.Tensor, weight: hw.Tensor, offs: hw.Tensor) -> hw.Tensor:
-    return _grouped(x, weight, offs)
+TABLE["transformers.grouped_mm_fallback.default"] = lambda result, x, weight, offs: _grouped(x, weight, offs)
 
 
 @aten("transformers.grouped_mm_fallback_backward.default")
@@ -111,8 +105,6 @@ def _weight(weight: hw.Tensor, scaling: str) -> Scaled:
 
 @aten("hostweave.scaled_linear.default")
 def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, scaling: str) -> hw.Tensor:
-    if x.ndim == 1:
-        return hw.squeeze(_scaled_linear(result, hw.expand_dims(x, 0), weight, bias, scaling), 0)
     made = _scaled_rows(x, _weight(weight, scaling), scaling, hw.f8e4m3)
     return made if bias is None else made + bias
 
@@ -123,7 +115,7 @@ def _quantized_linear(
 ) -> hw.Tensor:
     """Linear whose weights are 8-bit floats with scales. With `bound`, the scale of a row of x is the largest magnitude in the row, clipped
     to the range from 1e-12 to `bound`, divided by 448."""
-    rows = _of_rows(hw.expand_dims(x, 0) if x.ndim == 1 else x)
+    rows = _of_rows(x)
     if bound is None:
         values, scales = hw.quantize(rows, scaling)
     else:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 import hostweave as hw
-from hostweave.torch.aten.table import TABLE, Number, Result, Translation, aten, cast, wide
+from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, wide
 
 
 def _dims(x: hw.Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -15,28 +16,24 @@ def _dims(x: hw.Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
     return tuple(d % x.ndim for d in dims) or tuple(range(x.ndim))
 
 
-def _reduction(function: Callable[..., hw.Tensor]) -> Translation:
-    def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-        return cast(function(cast(x, result.dtype), _dims(x, dim), keepdim), result.dtype)
-
-    return entry
+def _reduction(
+    function: Callable[..., hw.Tensor], result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    return cast(function(cast(x, result.dtype), _dims(x, dim), keepdim), result.dtype)
 
 
 for _name, _function in {"sum": hw.sum, "mean": hw.mean, "prod": hw.prod}.items():
-    TABLE.update({f"{_name}.{overload}": _reduction(_function) for overload in ("default", "dim", "dim_IntList", "dim_int")})
-TABLE.update({"amax.default": _reduction(hw.max), "amin.default": _reduction(hw.min)})
-TABLE.update({"max.default": _reduction(hw.max), "min.default": _reduction(hw.min)})
+    TABLE.update({f"{_name}.{overload}": partial(_reduction, _function) for overload in ("default", "dim", "dim_IntList", "dim_int")})
+TABLE.update({"amax.default": partial(_reduction, hw.max), "amin.default": partial(_reduction, hw.min)})
+TABLE.update({"max.default": partial(_reduction, hw.max), "min.default": partial(_reduction, hw.min)})
 
 
-def _truths(function: Callable[..., hw.Tensor]) -> Translation:
-    def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False) -> hw.Tensor:
-        return cast(function(x if x.dtype == hw.bool_ else x != 0, _dims(x, dim), keepdim), result.dtype)  # torch's result for u8 is u8
-
-    return entry
+def _truths(function: Callable[..., hw.Tensor], result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False) -> hw.Tensor:
+    return cast(function(x if x.dtype == hw.bool_ else x != 0, _dims(x, dim), keepdim), result.dtype)  # torch's result for u8 is u8
 
 
 for _name, _function in {"any": hw.any, "all": hw.all}.items():
-    TABLE.update({f"{_name}.{overload}": _truths(_function) for overload in ("default", "dim", "dims")})
+    TABLE.update({f"{_name}.{overload}": partial(_truths, _function) for overload in ("default", "dim", "dims")})
 
 
 @aten("var.correction", "var.dim")
@@ -58,27 +55,21 @@ def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool 
     return _argmax(result, -x if x.dtype.kind == "float" else ~x, dim, keepdim)
 
 
+def _with_mean(function: Any, result: Result, x: hw.Tensor, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
+    return function(result, x, dim, correction, keepdim), hw.mean(x, _dims(x, dim), keepdim)
+
+
 TABLE |= {
-    "var_mean.correction": lambda result, x, dim=None, correction=1, keepdim=False: (
-        _var(result, x, dim, correction, keepdim),
-        hw.mean(x, _dims(x, dim), keepdim),
-    ),
-    "std_mean.correction": lambda result, x, dim=None, correction=1, keepdim=False: (
-        _std(result, x, dim, correction, keepdim),
-        hw.mean(x, _dims(x, dim), keepdim),
-    ),
+    "var_mean.correction": partial(_with_mean, _var),
+    "std_mean.correction": partial(_with_mean, _std),
     "argmax.default": _argmax,
     "max.dim": lambda result, x, dim, keepdim=False: (hw.max(x, dim, keepdim), _argmax(result, x, dim, keepdim)),
     "argmin.default": _argmin,
     "min.dim": lambda result, x, dim, keepdim=False: (hw.min(x, dim, keepdim), _argmin(result, x, dim, keepdim)),
     "cumsum.default": lambda result, x, dim, dtype=None: hw.cumsum(cast(x, result.dtype), dim),
+    **dict.fromkeys(("softmax.int", "_softmax.default"), lambda result, x, dim, _=None, dtype=None: hw.softmax(cast(x, result.dtype), dim)),
     **dict.fromkeys(
-        ("softmax.int", "_softmax.default"),
-        lambda result, x, dim, _=None, dtype=None: hw.softmax(cast(x, result.dtype), dim),
-    ),
-    **dict.fromkeys(
-        ("log_softmax.int", "_log_softmax.default"),
-        lambda result, x, dim, _=None, dtype=None: hw.log_softmax(cast(x, result.dtype), dim),
+        ("log_softmax.int", "_log_softmax.default"), lambda result, x, dim, _=None, dtype=None: hw.log_softmax(cast(x, result.dtype), dim)
     ),
 }
 

@@ -10,10 +10,7 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
 
 TABLE |= {
-    **dict.fromkeys(
-        ("full.default", "full_like.default", "new_full.default"),
-        lambda result, *arguments, **_: full(result, arguments[-1]),
-    ),
+    **dict.fromkeys(("full.default", "full_like.default", "new_full.default"), lambda result, *arguments, **_: full(result, arguments[-1])),
     **dict.fromkeys(
         (
             *("zeros.default", "zeros_like.default", "new_zeros.default", "empty_like.default", "empty.memory_format"),
@@ -59,6 +56,7 @@ TABLE |= {
     "permute.default": lambda result, x, dims: hw.permute_dims(x, tuple(dims)),
     "transpose.int": lambda result, x, a, b: hw.transpose(x, a, b),
     "t.default": lambda result, x: x.T if x.ndim == 2 else x,
+    "select.int": lambda result, x, dim, index: part(x, dim, index),
     "unsqueeze.default": lambda result, x, dim: hw.expand_dims(x, dim),
     "cat.default": lambda result, tensors, dim=0: hw.concat([cast(tensor, result.dtype) for tensor in tensors], dim),
     "stack.default": lambda result, tensors, dim=0: hw.stack([cast(tensor, result.dtype) for tensor in tensors], dim),
@@ -71,13 +69,17 @@ def _seen(x: hw.Tensor, seen: hw.Tensor) -> hw.Tensor:
     return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
 
 
+def part(x: hw.Tensor, dim: int, index: int | slice) -> hw.Tensor:
+    return x[(*(slice(None) for _ in range(dim % x.ndim)), index)]
+
+
 @aten("constant_pad_nd.default")
 def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) -> hw.Tensor:
     """Pads x. A negative width removes elements."""
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         if before < 0 or after < 0:
             of = slice(max(0, -before), None if after >= 0 else after)
-            x = x[(*(slice(None) for _ in range(x.ndim - 1 - dim)), of)]
+            x = part(x, x.ndim - 1 - dim, of)
     widths = [max(0, width) for width in pad]
     return hw.pad(x, widths, value=number_of(x.dtype, value)) if any(widths) else x
 
@@ -109,7 +111,7 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
     dim = dim % x.ndim
     if all(isinstance(bound, int | None) for bound in (x.shape[dim], start, end)):
         end = None if end is None or end >= 2**62 else end
-        return x[(*(slice(None) for _ in range(dim)), slice(start, end, step))]
+        return part(x, dim, slice(start, end, step))
     first = start or 0
     if not isinstance(first, int):  # a start of n - 3 in n elements becomes -3
         from_end = x.type.shape[dim] - Size.of(first)
@@ -119,11 +121,6 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
     return record("slice", x, target=TensorType(x.dtype, tuple(map(Dim.of, result.shape))), axis=dim, start=first, step=step)
 
 
-@aten("select.int")
-def _select(result: Result, x: hw.Tensor, dim: int, index: int) -> hw.Tensor:
-    return x[(*(slice(None) for _ in range(dim % x.ndim)), index)]
-
-
 @aten("split.Tensor", "split_with_sizes.default", "chunk.default", "split.sizes")
 def _split(result: Result, x: hw.Tensor, _: Any, dim: int = 0) -> tuple[hw.Tensor, ...]:
     starts, parts = 0, []
@@ -131,14 +128,14 @@ def _split(result: Result, x: hw.Tensor, _: Any, dim: int = 0) -> tuple[hw.Tenso
         size = shape[dim]
         if not isinstance(size, int):
             raise refuse(f"a split of a dim into {size} is not supported; split a dim of fixed size")
-        parts.append(x[(*(slice(None) for _ in range(dim % x.ndim)), slice(starts, starts + size))])
+        parts.append(part(x, dim, slice(starts, starts + size)))
         starts += size
     return tuple(parts)
 
 
 @aten("unbind.int")
 def _unbind(result: Result, x: hw.Tensor, dim: int = 0) -> tuple[hw.Tensor, ...]:
-    return tuple(_select(result, x, dim, i) for i in range(len(result.shapes)))
+    return tuple(part(x, dim, i) for i in range(len(result.shapes)))
 
 
 @aten("repeat.default")

@@ -43,12 +43,11 @@ class Result:
         return self.shapes[0]
 
 
-Translation = Callable[..., Any]
-TABLE: dict[str, Translation] = {}
+TABLE: dict[str, Callable[..., Any]] = {}
 
 
-def aten(*names: str) -> Callable[[Translation], Translation]:
-    def enter(entry: Translation) -> Translation:
+def aten(*names: str) -> Callable[[T], T]:
+    def enter(entry: Any) -> Any:
         TABLE.update(dict.fromkeys(names, entry))
         return entry
 
