@@ -65,7 +65,7 @@ class ProgramPart:
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
         self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank in the group; None without a group
-        self.ranges: Ranges[ProgramPart] | None = None  # further parts, if sizes are unknown at compile time
+        self.ranges: Ranges | None = None  # further parts, if sizes are unknown at compile time
 
     def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:
         """This part, or a part that is compiled for the sizes of the call."""
@@ -94,12 +94,11 @@ class ProgramPart:
 
         return list(map(value, self.graph.returned))
 
-    def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Copies]:
+    def capture(self, arrays: Mapping[str, Any], group: Group) -> tuple[Captured, Copies]:
         """Captures a call as a CUDA graph. Also returns the copies that the graph reads."""
         program, copies = self._bound.get(group.rank) or self._bind(group.rank)
         copies.renew()
-        given: dict[str, Any] = {**arrays}
-        return program.capture(**given, group=group), copies
+        return program.capture(**arrays, group=group), copies
 
     def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Inputs of this program by name, from the arguments of the joint graph."""

@@ -4,9 +4,8 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
-from hostweave.api import Program
 from hostweave.runtime.group import Group
 from hostweave.torch.exported import tracing
 from hostweave.torch.graph import Graph
@@ -15,29 +14,22 @@ KEPT = 16  # maximum number of ranges for which a part is compiled; each part ha
 _MEET = 64  # at calls 1, 2, 4, ... and every 64th call, ranks ask each other if all have compiled a part
 
 
-class Computes(Protocol):
-    program: Program
-
-
-P = TypeVar("P", bound=Computes)
-
-
-class Ranges(Generic[P]):
+class Ranges:
     """Parts of a module for ranges of sizes, each from a power of four to the next. The first call in a range starts the compilation of a
     part for the sizes of the call. Calls use the part if it overlaps communication. Calls of a group use the part only after all ranks have
     compiled it."""
 
-    def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], P]):
+    def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], Any]):
         """`compile` compiles a part for the sizes of a call, in a separate thread."""
         self._compile, self._lock = compile, threading.Lock()
         types = graph.input_types
         self._dims = [
             (name, i, dim.size.name, bool(dim.axes)) for name, of in types.items() for i, dim in enumerate(of.dims) if dim.size.name
         ]
-        self._parts: dict[tuple[tuple[str, int], ...], Future[P | None]] = {}
+        self._parts: dict[tuple[tuple[str, int], ...], Future[Any]] = {}
         self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, or -1 once all ranks have compiled
 
-    def part(self, arrays: Mapping[str, Any], group: Group | None) -> P | None:
+    def part(self, arrays: Mapping[str, Any], group: Group | None) -> Any:
         """Part for the arguments `arrays`, or None for the sequential program. Collective."""
         is_one = group is None or group.count == 1
         sizes = {
@@ -69,11 +61,11 @@ class Ranges(Generic[P]):
         for made in list(self._parts.values()):
             made.result()
 
-    def _begun(self, sizes: Mapping[str, int]) -> Future[P | None]:
-        made: Future[P | None] = Future()
+    def _begun(self, sizes: Mapping[str, int]) -> Future[Any]:
+        made: Future[Any] = Future()
 
         def compile() -> None:
-            found: P | None = None
+            found = None
             try:
                 with tracing:  # one compilation at a time, which leaves most cores to the calls
                     part = self._compile(sizes)

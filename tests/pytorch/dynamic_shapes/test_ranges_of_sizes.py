@@ -101,7 +101,7 @@ def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
             ready[rank].wait(30)
             return SimpleNamespace(program=SimpleNamespace(choices=[choice], build=lambda: None))
 
-        ranges: Ranges[Any] = Ranges(graph, compile)
+        ranges = Ranges(graph, compile)
         found = []
         for call in range(1, 9):
             if call == 4:
