@@ -22,7 +22,7 @@ import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.torch.aten import TABLE, dtype_of
-from hostweave.torch.nodes import ATTENTION, is_complex, is_size, location, modules_of, name_of, name_of_constant, op_of, shape_of
+from hostweave.torch.nodes import ATTENTION, RESHARD, is_complex, is_size, location, modules_of, name_of, name_of_constant, op_of, shape_of
 from hostweave.torch.numbers import as_tensors
 from hostweave.torch.patterns import word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts
@@ -63,7 +63,7 @@ class Graph:
     mesh: hw.Mesh
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for the node's result
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # input -> sharding in which ops read the input
-    results: list[AxesOfDims | None] | None = None  # shardings of outputs, None if inferred; see `_placed` of trace.py
+    results: list[AxesOfDims | None] | None = None  # shardings of outputs, None if inferred; without a list, the `default_axes`
     labels: list[str] = field(default_factory=list)  # names of outputs, or empty
     spec: Any = None  # pytree structure of the module's results
     update: GradientUpdate | None = None
@@ -135,9 +135,8 @@ class Graph:
     @cached_property
     def of_module(self) -> list[Any]:
         """Values that the module returns."""
-        (output,) = (node for node in self.fx.nodes if node.op == "output")
-        returned = list(output.args[0])
-        return returned[self.tokens + len(self.written) :]
+        returned: Any = self.fx.output_node().args[0]
+        return list(returned)[self.tokens + len(self.written) :]
 
     @cached_property
     def keys(self) -> dict[Node, str]:
@@ -189,6 +188,14 @@ class Graph:
         """True if the module owns this input: a parameter, a buffer or a constant."""
         name = self.names.get(node, "")
         return name in self.parameters or name in self.bound
+
+    def is_stated(self, node: Node) -> bool:
+        """True if the plan or the module states the sharding of a result."""
+        return op_of(node) == RESHARD or any(path in self.layouts.outputs for path in modules_of(node))
+
+    def default_axes(self, node: Node) -> AxesOfDims | None:
+        """Sharding of an output: by rows, or replicated. None if the sharding is stated."""
+        return None if self.is_stated(node) else self.layouts.of_rows(node.meta["val"])
 
     def stated(self, node: Node, made: Any) -> Iterator[AxesOfDims]:
         """Yields the shardings that the plan states for modules whose result is `node`, with value `made`."""
@@ -353,8 +360,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
     if (seeds := with_seeds(exported.graph)) is not None:
         origins[seeds] = Origin("seeds", SEEDS)
     tokens = sum(spec.kind is OutputKind.TOKEN for spec in exported.graph_signature.output_specs)
-    spec = exported.call_spec.out_spec
-    others: Any = {"tokens": tokens, "is_derived_from": is_derived_from, "of_calls": of_calls, "spec": spec}
+    others: Any = {"tokens": tokens, "is_derived_from": is_derived_from, "of_calls": of_calls, "spec": exported.call_spec.out_spec}
     return Graph(exported.graph, origins, layouts, mesh, written=written, checks=checks, **others)
 
 
@@ -415,6 +421,4 @@ def _is_random(node: Node) -> bool:
 
 def _is_symbolic(node: Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("val"))
-    return any(
-        isinstance(v, torch.SymInt) or (isinstance(v, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape)) for v in values
-    )
+    return any(isinstance(size, torch.SymInt) for v in values for size in (v.shape if isinstance(v, torch.Tensor) else (v,)))

@@ -24,9 +24,9 @@ from hostweave.torch.derivatives import Derivatives
 from hostweave.torch.exported import decompositions, error_of_torch, without_code
 from hostweave.torch.graph import Graph, Origin, expect_known
 from hostweave.torch.layers import Layer
-from hostweave.torch.nodes import ATTENTION, RESHARD, modules_of, name_of, name_of_constant, op_of
+from hostweave.torch.nodes import ATTENTION, name_of, name_of_constant, op_of
 from hostweave.torch.ops import Silu, call_recorded, composed_attention, matmul, ops
-from hostweave.torch.patterns import repeated, rotated, word_of_mask
+from hostweave.torch.patterns import repeated, rotated, word_of_constant_mask, word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts, text_of
 from hostweave.torch.repeats import write_out
 from hostweave.torch.saved import read_rows, save_alike, save_compared, save_sources, saved_names, take_views_again
@@ -78,7 +78,7 @@ class Joint:
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         saved = {node: name for node, name in self.saved.items() if node not in shared}
         graph.returned = [*graph.returned[: len(self.results)], *saved]
-        graph.results = [*self._of_results, *(None for _ in saved)]
+        graph.results = [*map(self.outer.default_axes, self.results), *(None for _ in saved)]
         graph.labels = [*self._labels("y"), *saved.values()]
         return graph
 
@@ -116,7 +116,7 @@ class Joint:
         graph = Graph(whole.graph, origins, self._layouts(), self.outer.mesh)
         given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
         of_gradients, graph.placed = self._of_gradients(given)
-        graph.results = [*self._of_results, *of_gradients]
+        graph.results = [*map(self.outer.default_axes, self.results), *of_gradients]
         graph.labels = [*self._labels("loss"), *(name_of(f"gradient.{origin.name}") for _, origin in given)]
         return graph
 
@@ -145,14 +145,6 @@ class Joint:
             values.update((node.name, copy) for node, copy in own.items())
         graph.output(tuple(returned))
         return GraphModule(root, graph)
-
-    @property
-    def _of_results(self) -> list[AxesOfDims | None]:
-        """Default sharding of each result: by rows, or replicated. None if the plan or the module states the sharding."""
-        outputs = self.outer.layouts.outputs
-        stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
-        of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
-        return [None if as_stated else axes for as_stated, axes in zip(stated, of_rows, strict=True)]
 
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
         """Graph that computes the gradients of parameters and arguments. `types` has the types of the forward program's results."""
@@ -353,13 +345,7 @@ def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bo
 
 def _patterns(outer: Graph) -> dict[Node, Any]:
     """Maps attention ops to the name of a known mask, such as "causal", and rotary embeddings to their operands."""
-    found: dict[Node, Any] = {}
-    for node in outer.nodes:
-        mask = node.args[3] if len(node.args) > 3 and isinstance(node.args[3], Node) else None
-        if mask is not None and isinstance(value := outer.constants.get(mask), torch.Tensor):
-            found[node] = word_of_mask(node, mask, value)
-        else:
-            found[node] = rotated(node, outer.fixed)
+    found = {node: word_of_constant_mask(node, outer.constants) or rotated(node, outer.fixed) for node in outer.nodes}
     return {node: what for node, what in found.items() if what}
 
 

@@ -23,6 +23,11 @@ def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
     return "causal" if bool((seen == causal).all()) else None
 
 
+def word_of_constant_mask(node: Any, constants: Mapping[Any, Any]) -> str | None:
+    mask = constants.get(node.args[3]) if len(node.args) > 3 and isinstance(node.args[3], Node) else None
+    return word_of_mask(node, node.args[3], mask) if isinstance(mask, torch.Tensor) else None
+
+
 def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
     """Recognises a write to a cache, `x.index_copy(dim, arange(n) + begin, update)`. Returns (x, update, begin, dim), or None."""
     if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):  # the trace of index_copy

@@ -23,8 +23,8 @@ from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.torch.aten import Result, computed, full, resharded
 from hostweave.torch.graph import Graph, refused
 from hostweave.torch.layers import Layer, alike, repeated_layers
-from hostweave.torch.nodes import ATTENTION, RESHARD, location, modules_of, name_of, op_of, shape_of, size_of
-from hostweave.torch.patterns import consecutive, repeated, rotated, word_of_mask
+from hostweave.torch.nodes import ATTENTION, location, modules_of, name_of, op_of, shape_of, size_of
+from hostweave.torch.patterns import consecutive, repeated, rotated, word_of_constant_mask
 from hostweave.types.tensor import TensorType
 
 NodeValues = dict[Node, Any]
@@ -108,15 +108,9 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
-    """Reshards an output to its sharding in `graph.results`. If `graph.results` is None, shards the output by rows or replicates it, unless
-    the plan or the module states the sharding of the output."""
-    if number < len(graph.written):  # the value gets the sharding of the written tensor
-        return value
-    if graph.results is None:
-        path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
-        return value if path or op_of(node) == RESHARD else resharded(value, graph.layouts.of_rows(node.meta["val"]))
-    axes = graph.results[number]
-    return value if axes is None else resharded(value, axes)
+    """Reshards an output to its sharding in `graph.results`. A new value of a written tensor gets the sharding of this tensor later."""
+    axes = graph.default_axes(node) if graph.results is None else graph.results[number]
+    return value if axes is None or number < len(graph.written) else resharded(value, axes)
 
 
 def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
@@ -147,8 +141,7 @@ def _run(graph: Graph, values: NodeValues, node: Any) -> None:
         values[node] = values[node.args[0]][node.args[1]]
         return
     op, args, kwargs = op_of(node), list(node.args), dict(node.kwargs)
-    mask = graph.constants.get(args[3]) if len(args) > 3 and isinstance(args[3], Node) else None
-    if isinstance(mask, torch.Tensor) and (word := word_of_mask(node, args[3], mask)):
+    if word := word_of_constant_mask(node, graph.constants):
         args[3:] = [None, *args[4:5], *(() if word == "none" else ([0.0] if len(args) < 5 else []) + [True])]
     if op == ATTENTION and (pair := [repeated(argument) for argument in args[1:3]]) and all(pair):
         args[1:3], kwargs["enable_gqa"] = pair, True
@@ -214,13 +207,8 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
         alike.setdefault(id(layer.like), []).append(layer)
     starts = {layer.nodes[0]: (layer, same[1]) for same in alike.values() for layer in same[2:]}
     written = [layer for same in alike.values() for layer in same[:2]]
-    return _inferred(
-        graph,
-        name,
-        starts,
-        {node: "" for layer in written for node in (*layer.arguments, *layer.results) if node not in graph.names},
-        options,
-    )
+    names = {node: "" for layer in written for node in (*layer.arguments, *layer.results) if node not in graph.names}
+    return _inferred(graph, name, starts, names, options)
 
 
 def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:

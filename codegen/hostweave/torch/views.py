@@ -12,7 +12,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.fx import Node
 
-from hostweave.torch.nodes import RESHARD, is_complex, is_size, is_view, modules_of, op_of
+from hostweave.torch.nodes import is_complex, is_size, is_view, op_of
 
 _DETACH = "hostweave.detach.default"
 
@@ -46,8 +46,7 @@ def _base(graph: Any, node: Node) -> Node | None:
 
 def _is_replicated(graph: Any, node: Node) -> bool:
     axes = graph.layouts.inputs.get(graph.names.get(node, ""), ())
-    is_stated = op_of(node) == RESHARD or any(path in graph.layouts.outputs for path in modules_of(node))
-    return not any(axes) and not is_stated and not any(graph.layouts.of_rows(node.meta["val"]) if "val" in node.meta else ())
+    return not any(axes) and not graph.is_stated(node) and not any(graph.layouts.of_rows(node.meta["val"]) if "val" in node.meta else ())
 
 
 def _operands(chain: list[Any]) -> list[Node]:
