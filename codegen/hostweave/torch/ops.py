@@ -18,6 +18,14 @@ LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no
 ops = torch.ops.hostweave
 
 
+def define(schema: str, function: Callable[..., Any], key: str = "Meta") -> str:
+    """Defines an op with one implementation, for fake tensors or for the dispatch key `key`. Returns the op's full name."""
+    name = f"hostweave::{schema.partition('(')[0]}"
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, key)
+    return name
+
+
 def _no_second(*_: Any) -> Gradients:
     raise NotImplementedError("derivatives of gradients are not compiled")
 
@@ -30,7 +38,6 @@ def _op(
 ) -> None:
     """Defines an op by its results for fake tensors, its gradients, and the values that the gradients read. Ops without `backward` are
     parts of derivatives."""
-    name = f"hostweave::{schema.partition('(')[0]}"
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         keep(ctx, saved(inputs, output))
@@ -38,9 +45,7 @@ def _op(
     def gradients(ctx: Any, *given: torch.Tensor) -> Gradients:
         return backward(ctx.needs_input_grad, given[0], *kept(ctx))
 
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, shapes, "Meta")
-    torch.library.register_autograd(name, gradients, setup_context=setup, lib=LIBRARY)
+    torch.library.register_autograd(define(schema, shapes), gradients, setup_context=setup, lib=LIBRARY)
 
 
 def keep(ctx: Any, values: Sequence[Any]) -> None:
@@ -97,8 +102,6 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 _op("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_shape, _linear_backward, _inputs)
 _op("matmul(Tensor a, Tensor b, bool turned_a, bool turned_b) -> Tensor", _matmul_shape, _matmul_backward, _inputs)
 _op("matmul_of_rows(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty((a.shape[-1], b.shape[-1])))
-
-
 _op("scaled_linear(Tensor x, Tensor weight, Tensor? bias, str scaling) -> Tensor", _linear_shape, _linear_backward, _inputs)
 
 
@@ -106,11 +109,7 @@ def _frozen(*_: Any) -> Gradients:
     raise ProgramError("a linear whose weights are 8-bit floats is frozen; train with weights of 16 bits and fp8=")
 
 
-_op(
-    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? bound, str scaling) -> Tensor",
-    _linear_shape,
-    _frozen,
-)
+_op("quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? bound, str scaling) -> Tensor", _linear_shape, _frozen)
 _op("scaled_product(Tensor dy, Tensor weight, str scaling) -> Tensor", _linear_shape)
 _op("scaled_product_of_rows(Tensor dy, Tensor x, str scaling) -> Tensor", lambda dy, x, _: x.new_empty((dy.shape[-1], x.shape[-1])))
 
@@ -160,11 +159,9 @@ _op(
     lambda needed, dy, seed, p: (ops.dropout(dy, seed, p), None, None),
     lambda i, _: i[1:],
 )
-LIBRARY.define("random(Tensor seed, Tensor? like, SymInt[] size, ScalarType dtype, str kind, int low, int high) -> Tensor")
-LIBRARY.impl(
-    "hostweave::random",
+define(
+    "random(Tensor seed, Tensor? like, SymInt[] size, ScalarType dtype, str kind, int low, int high) -> Tensor",
     lambda seed, like, size, dtype, *_: seed.new_empty(size if like is None else like.shape, dtype=dtype),
-    "Meta",
 )
 _op(
     "reshard(Tensor x, str layout) -> Tensor",
@@ -172,10 +169,8 @@ _op(
     lambda needed, dy, layout: (ops.reshard(dy, layout), None),
     lambda i, _: i[1:],
 )
-LIBRARY.define("complex(Tensor re, Tensor im) -> Tensor")
-LIBRARY.impl("hostweave::complex", torch.complex, "CompositeExplicitAutograd")
-LIBRARY.define("detach(Tensor x) -> Tensor")
-LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # for constants
+define("complex(Tensor re, Tensor im) -> Tensor", torch.complex, "CompositeExplicitAutograd")
+define("detach(Tensor x) -> Tensor", torch.clone, "CompositeExplicitAutograd")  # for constants
 
 
 # --- functions with custom derivatives --------------------------------------------------------------------------------
@@ -190,6 +185,10 @@ class _Called:
     spec: Any
     is_single: bool = True
 
+    @property
+    def key(self) -> object:
+        return self.function, str(self.leaves), self.spec
+
     def apply(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Calls torch's `apply`, which records the derivative."""
         given = iter(tensors)
@@ -200,28 +199,22 @@ class _Called:
 
 
 def call_recorded(given: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """Calls the torch.autograd.Function `_CALLED[number]`."""
     return _CALLED[number].apply(given)
 
 
 _CALLED: list[_Called] = []
-LIBRARY.define("function(Tensor[] given, int number) -> Tensor[]")
-LIBRARY.impl("hostweave::function", call_recorded, "CompositeExplicitAutograd")
+define("function(Tensor[] given, int number) -> Tensor[]", call_recorded, "CompositeExplicitAutograd")
 
 
 def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Records a torch.autograd.Function as one op. Equal calls have equal numbers, so that equal layers have equal graphs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     called = _Called(function, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves], spec)
-    number = next((at for at, other in enumerate(_CALLED) if _is_same_call(called, other)), len(_CALLED))
+    number = next((at for at, other in enumerate(_CALLED) if called.key == other.key), len(_CALLED))
     if number == len(_CALLED):
         _CALLED.append(called)
     made = ops.function([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], number)
     return made[0] if _CALLED[number].is_single else tuple(made)
-
-
-def _is_same_call(one: _Called, other: _Called) -> bool:
-    return (one.function, str(one.leaves), one.spec) == (other.function, str(other.leaves), other.spec)
 
 
 class Silu(torch.autograd.Function):

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 from hostweave.base.errors import ProgramError
 from hostweave.torch.layer_caches import INDEX, Index, LayerState, Part, described, flat, is_cache, tensors_in, with_tensors
 from hostweave.torch.nodes import OF_TORCH
-from hostweave.torch.ops import LIBRARY, ops
+from hostweave.torch.ops import define, ops
 from hostweave.torch.plan import tensors_of
 from hostweave.torch.replaced import replaced
 from hostweave.torch.state import autocast_dtypes, is_same
@@ -63,11 +63,9 @@ def _made(taken: Any, own: Any, number: int, path: str) -> list[torch.Tensor]:
     return [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in _traced[number].results]
 
 
-LIBRARY.define("layer_begins(Tensor[] taken, Tensor[] own, int number) -> Tensor[]")
-LIBRARY.define("layer_ends(Tensor[] made, int number) -> Tensor[]")
-LIBRARY.define("layer(Tensor[] taken, Tensor[] own, int number, str path) -> Tensor[]")
-for _name, _shapes in (("layer_begins", _alike), ("layer_ends", _alike), ("layer", _made)):
-    LIBRARY.impl(_name, _shapes, "Meta")
+define("layer_begins(Tensor[] taken, Tensor[] own, int number) -> Tensor[]", _alike)
+define("layer_ends(Tensor[] made, int number) -> Tensor[]", _alike)
+define("layer(Tensor[] taken, Tensor[] own, int number, str path) -> Tensor[]", _made)
 
 
 class _Call:
