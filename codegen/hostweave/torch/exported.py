@@ -185,11 +185,8 @@ def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
         tensors.update(renamed)
 
 
-def _refused(why: str) -> Callable[..., Any]:
-    def call(*_: Any, **__: Any) -> Any:
-        raise ProgramError(why, Location.of_caller(TORCH))
-
-    return call
+def _refused(why: str, *_: Any, **__: Any) -> Any:
+    raise ProgramError(why, Location.of_caller(TORCH))
 
 
 _GRADIENTS = "forward computes gradients, which is not compiled; compute them outside of the module, or use torch.func.jvp"
@@ -215,8 +212,8 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
     - Two loggers of torch are silent, and torch does not print the graph of a module that fails.
     - Fast versions of slow private functions of torch (`_SLOW`) halve the time of an export.
     """
-    yield from ((torch, "manual_seed", _refused(_SEED)), (torch.Tensor, "random_", _randomize))
-    yield from ((torch.autograd, name, _refused(_GRADIENTS)) for name in ("grad", "backward"))
+    yield from ((torch, "manual_seed", partial(_refused, _SEED)), (torch.Tensor, "random_", _randomize))
+    yield from ((torch.autograd, name, partial(_refused, _GRADIENTS)) for name in ("grad", "backward"))
     yield from quantized_linears(module)
     yield import_module("torch._higher_order_ops.associative_scan"), "associative_scan", associative_scan
     for name in {type(part).__module__ for part in module.modules()}:
@@ -325,7 +322,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     # Function.apply calls _SingleLevelFunction.apply, so a stored reference to Function.apply does too.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
-        replaced((torch.Tensor, "register_hook", _refused(_HOOK))),
+        replaced((torch.Tensor, "register_hook", partial(_refused, _HOOK))),
     ):
         yield
 

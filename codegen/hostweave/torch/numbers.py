@@ -4,6 +4,7 @@ without dims."""
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,12 +104,9 @@ def symbolic() -> Iterator[list[Location | None]]:
 
         return guarded
 
-    def either(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            is_known = not any(isinstance(one, torch.SymInt | torch.SymFloat) for one in (*args, *kwargs.values()))
-            return (own if is_known else function)(*args, **kwargs)
-
-        return call
+    def either(own: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_known = not any(isinstance(one, torch.SymInt | torch.SymFloat) for one in (*args, *kwargs.values()))
+        return (own if is_known else function)(*args, **kwargs)
 
     def of_tensor(name: str) -> Callable[..., Any]:
         return lambda x, *base: getattr(torch, name)(torch.scalar_tensor(x)) / math.prod(map(math.log, base))
@@ -119,51 +117,43 @@ def symbolic() -> Iterator[list[Location | None]]:
         *((math, name, of_tensor(name)) for name in ("exp", "log", "log2", "log10", "sin", "cos")),
     ]
     with replaced(
-        *((module, name, either(getattr(module, name), function)) for module, name, function in functions),
-        *((torch.Tensor, name, _bracket(getattr(torch.Tensor, name))) for name in ("__getitem__", "__setitem__")),
-        *((holder, "narrow", _narrow(holder.narrow)) for holder in (torch, torch.Tensor)),
+        *((module, name, partial(either, getattr(module, name), function)) for module, name, function in functions),
+        *((torch.Tensor, name, partial(_bracket, getattr(torch.Tensor, name))) for name in ("__getitem__", "__setitem__")),
+        *((holder, "narrow", partial(_narrow, holder.narrow)) for holder in (torch, torch.Tensor)),
         *((SymNode, name, guard(getattr(SymNode, name))) for name in ("guard_int", "guard_float", "guard_bool")),
     ):
         yield fixed
 
 
-def _bracket(own: Callable[..., Any]) -> Callable[..., Any]:
+def _bracket(own: Callable[..., Any], x: torch.Tensor, index: Any, *value: Any) -> Any:
     """Variant of `__getitem__` or `__setitem__` that treats integer tensors without dims as ints, and so selects views."""
-
-    def access(x: torch.Tensor, index: Any, *value: Any) -> Any:
-        items = list(index) if isinstance(index, tuple) else [index]
-        items = [slice(_read(one.start), _read(one.stop), one.step) if isinstance(one, slice) else one for one in items]
-        if any(isinstance(one, slice) and any(map(_is_scalar, (one.start, one.stop))) for one in items):
-            raise _error_of_part("a slice begins or ends at a value of a tensor, so that its size is not known at compile time")
-        if not any(map(_is_scalar, items)):
-            return own(x, tuple(items) if isinstance(index, tuple) else items[0], *value)
-        sizes = [0 if one is None or one is Ellipsis else one.ndim if _is_mask(one) else 1 for one in items]
-        if (dots := next((position for position, one in enumerate(items) if one is Ellipsis), None)) is not None:
-            items[dots : dots + 1] = [slice(None)] * (x.ndim - sum(sizes))
-            sizes[dots : dots + 1] = [1] * (x.ndim - sum(sizes))
-        dim, rest = 0, list[Any]()
-        for item, size in zip(items, sizes, strict=True):
-            if _is_scalar(item):
-                position = _read(item if isinstance(item, torch.Tensor) else torch.scalar_tensor(item, dtype=torch.int64))
-                if isinstance(position, torch.SymInt):  # with this check, torch traces a view; programs support negative indices too
-                    torch._check(position >= 0)  # type: ignore[no-untyped-call]
-                x = x.select(dim, position)
-            else:
-                dim, rest = dim + size, [*rest, item]
-        return own(x, tuple(rest), *value)
-
-    return access
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [slice(_read(one.start), _read(one.stop), one.step) if isinstance(one, slice) else one for one in items]
+    if any(isinstance(one, slice) and any(map(_is_scalar, (one.start, one.stop))) for one in items):
+        raise _error_of_part("a slice begins or ends at a value of a tensor, so that its size is not known at compile time")
+    if not any(map(_is_scalar, items)):
+        return own(x, tuple(items) if isinstance(index, tuple) else items[0], *value)
+    sizes = [0 if one is None or one is Ellipsis else one.ndim if _is_mask(one) else 1 for one in items]
+    if (dots := next((position for position, one in enumerate(items) if one is Ellipsis), None)) is not None:
+        items[dots : dots + 1] = [slice(None)] * (x.ndim - sum(sizes))
+        sizes[dots : dots + 1] = [1] * (x.ndim - sum(sizes))
+    dim, rest = 0, list[Any]()
+    for item, size in zip(items, sizes, strict=True):
+        if _is_scalar(item):
+            position = _read(item if isinstance(item, torch.Tensor) else torch.scalar_tensor(item, dtype=torch.int64))
+            if isinstance(position, torch.SymInt):  # with this check, torch traces a view; programs support negative indices too
+                torch._check(position >= 0)  # type: ignore[no-untyped-call]
+            x = x.select(dim, position)
+        else:
+            dim, rest = dim + size, [*rest, item]
+    return own(x, tuple(rest), *value)
 
 
-def _narrow(own: Callable[..., Any]) -> Callable[..., Any]:
+def _narrow(own: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Variant of `narrow` that refuses a part that begins or ends at a value of a tensor."""
-
-    def narrow(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if any(_is_scalar(_read(one)) for one in (*args, *kwargs.values())):
-            raise _error_of_part("narrow begins or ends at a value of a tensor, which is not known at compile time")
-        return own(x, *args, **kwargs)
-
-    return narrow
+    if any(_is_scalar(_read(one)) for one in (*args, *kwargs.values())):
+        raise _error_of_part("narrow begins or ends at a value of a tensor, which is not known at compile time")
+    return own(x, *args, **kwargs)
 
 
 def _error_of_part(why: str) -> ProgramError:

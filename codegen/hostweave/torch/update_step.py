@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -333,7 +334,7 @@ def lazy_numbers(optimizer: type) -> Iterator[None]:
     module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
     with _CHANGING:
         before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
-        module["max"], module["min"] = _bounded(before.get("max", max), "min"), _bounded(before.get("min", min), "max")
+        module["max"], module["min"] = partial(_bounded, before.get("max", max), "min"), partial(_bounded, before.get("min", min), "max")
         try:
             with _LazyNumbers():
                 yield
@@ -343,14 +344,10 @@ def lazy_numbers(optimizer: type) -> Iterator[None]:
             module.update(before)
 
 
-def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
+def _bounded(plain: Callable[..., Any], bound: str, *values: Any, **how: Any) -> Any:
     """Variant of `max` or `min` that clamps a "meta" tensor if all other arguments are numbers."""
-
-    def chosen(*values: Any, **how: Any) -> Any:
-        tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_meta]
-        numbers = [one for one in values if not isinstance(one, torch.Tensor)]
-        if len(tensors) != 1 or len(numbers) != len(values) - 1:
-            return plain(*values, **how)
-        return tensors[0].clamp(**{bound: plain(numbers) if len(numbers) > 1 else numbers[0]})
-
-    return chosen
+    tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_meta]
+    numbers = [one for one in values if not isinstance(one, torch.Tensor)]
+    if len(tensors) != 1 or len(numbers) != len(values) - 1:
+        return plain(*values, **how)
+    return tensors[0].clamp(**{bound: plain(numbers) if len(numbers) > 1 else numbers[0]})
