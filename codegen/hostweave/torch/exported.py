@@ -32,7 +32,7 @@ from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
 from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
-from hostweave.torch.nodes import OF_TORCH, is_view, location
+from hostweave.torch.nodes import OF_TORCH, is_view, location, written_by
 from hostweave.torch.numbers import keeps_numbers, symbolic
 from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched, write_out
@@ -358,12 +358,10 @@ def _mark_uses(graph: Graph, node: Node) -> None:
 def _expect_unwritten(node: Node) -> None:
     """Refuses writes to a node and to its views, because such writes would also change the operand of detach()."""
     for user in node.users:
-        schema = getattr(user.target, "_schema", None)
-        of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []
-        if any(argument.is_write for argument in of_node):
+        if node in written_by(user):
             why = f"{user.target} writes to the result of detach()"
             raise ProgramError(f"{why}, which is not supported in training; write to a clone() of it", location(user))
-        if any(argument.alias_info is not None for argument in of_node):
+        if is_view(user):
             _expect_unwritten(user)
 
 

@@ -34,6 +34,13 @@ def is_view(node: Any) -> bool:
     return bool(schema) and any(one.alias_info and not one.alias_info.is_write for one in schema.arguments)
 
 
+def written_by(node: Any) -> list[Node]:
+    """Arguments that an op writes to."""
+    schema = getattr(node.target, "_schema", None)
+    passed = zip(node.args, schema.arguments, strict=False) if schema else ()
+    return [value for value, argument in passed if argument.is_write and isinstance(value, Node)]
+
+
 def is_size(node: Node) -> bool:
     """True if the value of a node is a symbolic number, or a condition on symbolic numbers."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)

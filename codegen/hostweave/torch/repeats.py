@@ -25,7 +25,7 @@ from torch.fx import Graph, Node
 
 from hostweave.base.errors import ProgramError
 from hostweave.torch.layer_caches import INDEX, Index, LayerState, Part, described, flat, is_cache, tensors_in, with_tensors
-from hostweave.torch.nodes import OF_TORCH
+from hostweave.torch.nodes import OF_TORCH, written_by
 from hostweave.torch.ops import define, ops
 from hostweave.torch.plan import tensors_of
 from hostweave.torch.replaced import replaced
@@ -182,7 +182,7 @@ class Repeats:
                     return f"{node.name} reads {argument.name}, which is not an argument of its layer"
                 if of is not None and of != own and node.target is not ops.layer_ends.default:
                     return f"{node.name} reads {argument.name}, which its layer does not return"
-            for written in _written_by(node):
+            for written in written_by(node):
                 root = _root(written)
                 if _is_begun(root) and root.args[1] >= _traced[root.args[0].args[2]].arguments:
                     continue
@@ -323,13 +323,6 @@ def _regions(graph: Graph) -> dict[Node, int]:
     """Maps the nodes of traced layers to the number of the layer."""
     begins, ends = _ends(graph)
     return {node: number for number, end in ends.items() for node in _between(begins[number], end)}
-
-
-def _written_by(node: Any) -> list[Node]:
-    """Arguments that an op writes to."""
-    schema = getattr(node.target, "_schema", None)
-    passed = zip(node.args, schema.arguments, strict=False) if schema else ()
-    return [value for value, argument in passed if argument.is_write and isinstance(value, Node)]
 
 
 def _is_begun(node: Any) -> bool:

@@ -275,12 +275,13 @@ def hooked(y: torch.Tensor) -> torch.Tensor:
     [
         (hooked, r"test_more_ops.py:\d+: a hook is not compiled"),
         (lambda y: y.detach().mul_(2) + y, r"mul_.Tensor writes to the result of detach\(\)"),
+        (lambda y: y.detach().chunk(2)[0].mul_(2).sum() + y, r"mul_.Tensor writes to the result of detach\(\)"),
         (lambda y: y * y.new_empty(ROWS, 1).bernoulli_(0.5, generator=torch.Generator()), r"generator"),
         (lambda y: y[y > 0], r"test_more_ops.py:\d+: a size depends on a tensor, as in x\[mask\]"),
         (lambda y: y.tensor_split((y[0] > 0).to(torch.int64).cumsum(0)[:2].cpu())[0], r"a branch depends on the values of a tensor"),
         (matrices, r"calls aten.\S+, but only pointwise ops"),
     ],
-    ids=["hook", "detached", "random", "mask", "split", "scan"],
+    ids=["hook", "detached", "detached part", "random", "mask", "split", "scan"],
 )
 def test_ops_that_are_refused(function: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
