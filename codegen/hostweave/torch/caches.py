@@ -80,8 +80,6 @@ def register(given: Any) -> None:
                 lambda tensors, form: form.cache(tensors),
                 flatten_with_keys_fn=_with_keys,
                 serialized_type_name=f"hostweave.{of.__module__}.{of.__qualname__}",
-                to_dumpable_context=repr,
-                from_dumpable_context=_not_loaded,
             )
 
 
@@ -92,10 +90,6 @@ def _flat(cache: Any) -> tuple[list[torch.Tensor], Form]:
 def _with_keys(cache: Any) -> Any:
     tensors, form = _flat(cache)
     return [(pytree.GetAttrKey(name), tensor) for name, tensor in zip(form.names, tensors, strict=True)], form
-
-
-def _not_loaded(_: str) -> Any:
-    raise NotImplementedError("a graph with a cache cannot be saved")
 
 
 def has_tensors(cache: Any) -> bool:
