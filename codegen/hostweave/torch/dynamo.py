@@ -20,9 +20,6 @@ MARK = "hostweave"  # key in "custom" metadata of nodes, which export keeps; the
 class GlobalRun(Interpreter):
     """Runs a graph of DTensors on global tensors."""
 
-    def __init__(self, graph: GraphModule):
-        super().__init__(graph, garbage_collect_values=False)
-
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is DTensor.from_local:
             return args[0]

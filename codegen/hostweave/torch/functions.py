@@ -48,7 +48,9 @@ def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         sizes = _Sizes(name, traced, _PRIMES)
         graph, returned = _recorded(function, name, leaves, spec, sizes)
         values: dict[Node, Any] = dict(zip(_nodes(graph, "placeholder"), traced, strict=True))
-        _expect_table(name, graph)
+        for node in _nodes(graph, "call_function"):
+            if not is_known(node):
+                raise _refused(name, f"aten.{op_of(node)} has no equivalent in a fusion; {instead_of(name.rpartition('.')[2])}")
         if sizes.symbols:
             others = _Sizes(name, traced, _OTHER_PRIMES)
             again, returned_again = _recorded(function, name, leaves, spec, others)
@@ -113,12 +115,6 @@ def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Si
             return recorded(flat, blank, decompositions()), returned[0]
     except Exception as error:  # torch raises errors of many kinds
         raise _refused(name, f"{sizes.in_words(str(error).strip().rstrip('.'))}; {instead_of(name.rpartition('.')[2])}") from error
-
-
-def _expect_table(name: str, graph: GraphModule) -> None:
-    for node in _nodes(graph, "call_function"):
-        if not is_known(node):
-            raise _refused(name, f"aten.{op_of(node)} has no equivalent in a fusion; {instead_of(name.rpartition('.')[2])}")
 
 
 def _expect_numbers(name: str, *recordings: tuple[GraphModule, Any, _Sizes]) -> None:

@@ -186,10 +186,8 @@ class Region:
                 node.meta["nn_module_stack"] = dict(custom["stack"])
                 node.meta["stack_trace"] = own.meta.get("stack_trace")
                 last.update((path, node) for path, _ in custom["stack"].values())
-        for path, axes in list(layouts.outputs.items()):
-            made = last[path].meta.get("val") if path in last else None
-            if getattr(made, "ndim", None) != len(axes):
-                layouts.outputs = {name: one for name, one in layouts.outputs.items() if name != path}
+        dims = {path: getattr(node.meta.get("val"), "ndim", None) for path, node in last.items()}
+        layouts.outputs = {path: axes for path, axes in layouts.outputs.items() if dims.get(path) == len(axes)}
 
 
 class _Module(nn.Module):
@@ -206,7 +204,7 @@ class _Module(nn.Module):
         of_node = {node: given[name] for name, node in region._taken.items()}
         values = [self._value(node, own, of_node) for node in region._places]
         with torch.fx.traceback.preserve_node_meta():
-            return GlobalRun(region._graph).run(*values)
+            return GlobalRun(region._graph, garbage_collect_values=False).run(*values)
 
     def _value(self, node: Any, own: Mapping[str, Any], of_node: Mapping[Any, Any]) -> Any:
         if node.name in self.held:

@@ -117,8 +117,7 @@ class Backend:
         return whole.forward
 
     def explain(self) -> str:
-        """Lists the compiled parts, the eager ops with the reason, and the graph breaks. If there are several parts, adds the bytes that
-        leave each program."""
+        """Text of `ModelInRegions.explain`."""
         lines = []
         for number, part in enumerate(self.parts):
             first = next((found for node in part.nodes if (found := location(node))), None)
@@ -178,12 +177,9 @@ def hostweave(graph: GraphModule, example_inputs: Sequence[Any], *, options: Map
 
     Example: `torch.compile(model, backend="hostweave", options={"options": hw.Options(overlap="off")})`.
     """
-    return Backend(**_settings(options))(graph, example_inputs)
-
-
-def _settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    if unknown := sorted(set(options or {}) - {"options", "target"}):
+    settings = dict(options or {})
+    if unknown := sorted(settings.keys() - {"options", "target"}):
         raise ProgramError(f"torch.compile: the backend hostweave has no setting {unknown[0]!r}; there are options= and target=")
-    if not isinstance((options or {}).get("options"), Options | None):
+    if not isinstance(settings.get("options"), Options | None):
         raise ProgramError('torch.compile: options= is a dict of settings here; write options={"options": hw.Options(...)}')
-    return dict(options or {})
+    return Backend(**settings)(graph, example_inputs)
