@@ -16,8 +16,6 @@ SCALE = "loss_scale"  # input: the scale, which is the gradient of the loss
 
 
 class LossScale:
-    """Wraps a GradScaler."""
-
     def __init__(self, scaler: GradScaler, device: torch.device):
         self._scaler, self._device = scaler, device
         self._flag = nn.Parameter(torch.zeros((), device=device))  # the gradient of the flag is inf if a gradient of the step is not finite

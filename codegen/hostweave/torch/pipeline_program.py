@@ -148,13 +148,11 @@ class _Recording:
             return self.inputs[id(part), name]
         if path := part.graph.parameters.get(name):
             return self.inputs[stage.number, path]
-        number = stage.joint.source_of(node)
-        assert number is not None
-        source = stage.source_of(number)
-        assert source is not None
-        if source.stage is None:
-            return self.inputs[source, one, stage.mesh]
+        number: Any = stage.joint.source_of(node)
+        source: Any = stage.source_of(number)
         key = source, one, stage.mesh
+        if source.stage is None:
+            return self.inputs[key]
         if key not in self.moved:
             maker = self.stages[source.stage]
             value = self.results_of[source.stage, one][maker.outer.of_module[source.number]]

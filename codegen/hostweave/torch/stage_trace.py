@@ -98,8 +98,7 @@ def traced_stage(
 
 def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options) -> tuple[StagePart, list[Any]]:
     returned = [at if isinstance(node, Node) else None for at, node in enumerate(graph.returned)]
-    if len(numbers) != sum(one is not None for one in returned):
-        raise AssertionError(name)
+    assert len(numbers) == sum(one is not None for one in returned), name
     each = iter(numbers)
     return StagePart(graph, *traced_function(graph, name, options)), [None if one is None else next(each) for one in returned]
 

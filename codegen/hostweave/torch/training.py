@@ -29,8 +29,6 @@ Compile = Callable[..., Program]  # (graph, end of the program's name)
 
 
 class Differentiated(CompiledModule):
-    """A module with compiled gradients."""
-
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
@@ -92,7 +90,7 @@ class TrainingModule(Differentiated):
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph(joint.shared)
-        forward = ProgramPart(graph, module, partial(compile, end=""), joint.numbers_of(graph))
+        forward = ProgramPart(graph, module, compile, joint.numbers_of(graph))
         backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.results])
         self._backward = ProgramPart(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
         super().__init__(module, exported, joint, forward, self._backward)
@@ -126,10 +124,7 @@ class TrainingModule(Differentiated):
         part, joint = self._backward, self._joint
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
-        arrays = part.taken(given)
-        arrays |= {
-            part.graph.names[node]: named[node.name] for node in part.graph.arguments if node.name in named and node in part.graph.names
-        }
+        arrays = part.taken(given) | {name: named[node.name] for node, name in part.graph.names.items() if node.name in named}
         made = zip(part.graph.returned, part(arrays, group), strict=True)
         found = [one.clone() if node in part.graph.constants else one for node, one in made]
         return self._whole(found, group) if group else found
@@ -171,8 +166,6 @@ class TrainingModule(Differentiated):
 
 
 class _Step(torch.autograd.Function):
-    """A call of a `TrainingModule`."""
-
     @staticmethod
     def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:
         results, saved = model._compute(group, given)
