@@ -112,6 +112,8 @@ def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Si
 
     try:
         with torch.no_grad(), torch.backends.opt_einsum.flags(enabled=torch.backends.opt_einsum.enabled and not sizes.symbols):
+            if function in (torch.unbind, torch.split) and len(flat(*blank)) > _PRIMES[0]:  # a recording would take minutes
+                raise ValueError("the number of results depends on a size that is known only at a call")
             return recorded(flat, blank, decompositions()), returned[0]
     except Exception as error:  # torch raises errors of many kinds
         raise _refused(name, f"{sizes.in_words(str(error).strip().rstrip('.'))}; {instead_of(name.rpartition('.')[2])}") from error

@@ -107,6 +107,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "shapes": (lambda x, w: torch.matmul(w, x), r"torch.matmul: .* got \[8, 12\] X \[M, 8\]; use hw.matmul"),
     "a diagonal": (lambda x, w: torch.diagonal(x @ x.T), "torch.diagonal: computes with a size that is known only at a call"),
     "a step around the end": (lambda x, w: torch.roll(x, 1, 0), "torch.roll: computes with a size that is known only at a call"),
+    "each row": (lambda x, w: torch.unbind(x), "torch.unbind: the number of results depends on a size that is known only at a call; use x"),
+    "groups of rows": (lambda x, w: torch.split(x, 4)[0], "torch.split: the number of results depends on a size"),
     "the number of elements": (lambda x, w: x * torch.numel(x), "torch.numel: computes with a size that is known only at a call"),
     "a size as a number": (
         lambda x, w: F.kl_div(x, x, reduction="batchmean"),
