@@ -36,6 +36,7 @@ from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
+WAITING = {"hangs", "interrupts", "launchers", "lost_ranks", "rank_faults"}  # Tests in these folders mostly wait.
 GPU_TESTS = 6  # number of consecutive GPU tests of a file that run on one worker, because the tests may share programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
@@ -153,9 +154,11 @@ def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Number of workers. With GPUs, three quarters of the number of cores. Without GPUs, the number of cores plus 1, but at most WORKERS.
-    The additional worker runs while tests wait for processes, time-outs and locks."""
+    The additional worker runs while tests wait for processes, time-outs and locks. Sessions of only folders in WAITING have 3 additional
+    workers."""
     cores = len(os.sched_getaffinity(0))
-    return max(1, cores * 3 // 4) if gpus() else min(cores + 1, WORKERS)
+    additional = 3 if {Path(given.partition("::")[0]).name for given in config.args} <= WAITING else 1
+    return max(1, cores * 3 // 4) if gpus() else min(cores + additional, WORKERS)
 
 
 class Scheduling(LoadGroupScheduling):
