@@ -1,4 +1,5 @@
 // CUDA calls for memory: allocations, copies and memsets.
+#include <cstdint>
 #include <cstring>
 
 #include "capture.h"

@@ -1,4 +1,6 @@
 // CUDA calls for devices, peer access, streams and events. Functions that submit ops and wait for ops.
+#include <algorithm>
+
 #include "capture.h"
 #include "errors.h"
 #include "machine.h"

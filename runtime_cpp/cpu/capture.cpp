@@ -1,5 +1,7 @@
 #include "capture.h"
 
+#include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <utility>
 

@@ -1,7 +1,11 @@
 // NCCL's collectives, sends and recvs. A call outside of groups becomes one op. The calls of a group become one op per
 // communicator. If ranks are threads, their calls meet in a Match (communicator.h).
+#include <algorithm>
 #include <cstring>
+#include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "capture.h"
 #include "communicator.h"

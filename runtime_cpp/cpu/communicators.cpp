@@ -1,7 +1,12 @@
 // Creation and destruction of communicators.
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <random>
+#include <set>
+#include <thread>
 #include <utility>
 
 #include "communicator.h"

@@ -1,5 +1,7 @@
 // Functions of hostweave_cpu.h for configuration, threads, failures, counters and kernels.
+#include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "errors.h"
 #include "machine.h"

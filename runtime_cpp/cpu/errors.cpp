@@ -1,5 +1,6 @@
 #include "errors.h"
 
+#include <algorithm>
 #include <span>
 #include <utility>
 #include <variant>

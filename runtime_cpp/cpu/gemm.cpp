@@ -1,8 +1,11 @@
 #include "gemm.h"
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"

@@ -1,5 +1,7 @@
 #include "history.h"
 
+#include <algorithm>
+
 namespace hostweave::cpu {
 
 std::optional<History::Conflict> History::note(const Ranges& ranges, const Access& access, const Clock& clock) {

@@ -1,5 +1,6 @@
 #include "machine.h"
 
+#include <algorithm>
 #include <cstring>
 #include <system_error>
 #include <utility>

@@ -1,7 +1,12 @@
 // cuBLASLt: descriptors, and the matmul as an op. A call of cublasLtMatmul reads descriptors and host scalars before it returns.
+#include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstring>
+#include <string>
+#include <thread>
 
 #include "errors.h"
 #include "gemm.h"

@@ -1,7 +1,13 @@
 // NCCL's one-sided calls: windows, puts, and counted signals.
 #include <unistd.h>
 
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "capture.h"
 #include "communicator.h"

@@ -1,4 +1,5 @@
 // Moves or reduces the data of a Match after all its ranks have arrived.
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <type_traits>

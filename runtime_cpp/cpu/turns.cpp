@@ -1,6 +1,9 @@
 // Seeded mode: one step at a time. Only the thread that has the turn runs. When this thread waits, the picker chooses a runnable
 // thread or stream. For a stream, the waiting thread executes one step of the stream, and the picker chooses again. For a thread,
 // the waiting thread passes the turn to that thread.
+#include <algorithm>
+#include <chrono>
+
 #include "machine.h"
 
 namespace hostweave::cpu {
