@@ -140,17 +140,7 @@ struct CallsOf {
   }
   template <class Named>
   static constexpr Arguments arguments = {std::is_empty_v<Named> ? 0 : sizeof(Named) / sizeof(Tensor), write<Named>};
-  static constexpr Calls calls = {
-      .inputs = arguments<Inputs>,
-      .outputs = arguments<Outputs>,
-      .create = create,
-      .destroy = destroy,
-      .prepare = prepare,
-      .run = run,
-      .begin_call = begin_call,
-      .end_call = end_call,
-      .arena = arena,
-  };
+  static constexpr Calls calls{arguments<Inputs>, arguments<Outputs>, create, destroy, prepare, run, begin_call, end_call, arena};
 };
 
 }  // namespace hw
