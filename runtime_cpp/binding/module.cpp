@@ -166,9 +166,7 @@ py::capsule dlpack(py::object owner, uintptr_t address, std::pair<int, int> devi
                           .code = static_cast<uint8_t>(code),
                           .bits = static_cast<uint8_t>(bits),
                           .lanes = 1,
-                          .shape = lent->shape.data(),
-                          .strides = nullptr,
-                          .byte_offset = 0};
+                          .shape = lent->shape.data()};
   lent->managed.context = lent;
   lent->managed.deleter = [](DLManagedTensor* managed) {
     const py::gil_scoped_acquire gil;
