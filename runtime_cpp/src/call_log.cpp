@@ -4,13 +4,11 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
-#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "hostweave/channel.h"

@@ -4,7 +4,6 @@
 
 #include "hostweave/check.h"
 #include "hostweave/driver_function.h"
-#include "hostweave/errors.h"
 #include "hostweave/grouped.h"
 #include "hostweave/grouped_kernels.h"
 #include "hostweave/launch.h"

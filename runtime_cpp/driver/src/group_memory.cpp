@@ -2,10 +2,8 @@
 
 #include <exception>
 #include <numeric>
-#include <vector>
 
 #include "hostweave/check.h"
-#include "hostweave/errors.h"
 #include "target.h"
 
 namespace hw {
