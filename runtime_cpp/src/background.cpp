@@ -20,13 +20,6 @@ struct Threads {
 };
 Threads& threads = *new Threads;  // The object is never destroyed, because the threads may outlive main.
 
-void ends() {
-  std::unique_lock lock(threads.mutex);
-  --threads.running;
-  // The notification comes after the destructors of the thread's thread_local objects.
-  std::notify_all_at_thread_exit(threads.ended, std::move(lock));
-}
-
 }  // namespace
 
 void in_background(std::function<void()> work) {
@@ -38,7 +31,10 @@ void in_background(std::function<void()> work) {
     std::thread([work = std::move(work)]() mutable {
       work();
       work = nullptr;
-      ends();
+      std::unique_lock lock(threads.mutex);
+      --threads.running;
+      // The notification comes after the destructors of the thread's thread_local objects.
+      std::notify_all_at_thread_exit(threads.ended, std::move(lock));
     }).detach();
   } catch (...) {
     const std::lock_guard lock(threads.mutex);

@@ -39,7 +39,7 @@ World::World(const ncclUniqueId& id, int device, int rank, int size) : rank_(wit
 ncclComm_t World::communicator(const ncclUniqueId& id, int rank, int size) {
   ncclComm_t comm;
   HW_CHECK(ncclCommInitRank(&comm, size, id, rank));
-  comms_.emplace_back(comm);
+  comms_.emplace_back(comm, ncclCommDestroy);
   return comm;
 }
 

@@ -37,13 +37,10 @@ class World {
  private:
   ncclUniqueId agree(int color, int rank_in_group, const ncclUniqueId& own);
 
-  struct Destroy {
-    void operator()(ncclComm_t comm) const { ncclCommDestroy(comm); }
-  };
   ncclComm_t communicator(const ncclUniqueId& id, int rank, int size);
 
   std::vector<std::unique_ptr<PeerGroup>> peers_;
-  std::vector<std::unique_ptr<ncclComm, Destroy>> comms_;  // the first contains all ranks
+  std::vector<std::unique_ptr<ncclComm, decltype(&ncclCommDestroy)>> comms_;  // the first contains all ranks
   std::set<std::string> joined_;
   Rank rank_;  // destroyed before the communicators
 };
