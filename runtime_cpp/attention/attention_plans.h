@@ -39,7 +39,6 @@ struct AttentionProblem {
   std::vector<Heads> operands() const;
 };
 
-// Plan of one problem.
 struct PlannedAttention {
   PlannedAttention(const AttentionProblem& problem, const AttentionOptions& options);
   virtual ~PlannedAttention() = default;

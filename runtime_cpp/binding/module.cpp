@@ -130,8 +130,6 @@ void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communica
   member.adopt(table(), given);
 }
 
-std::string out_of_reach(hw::Member& member) { return member.out_of_reach(table()); }
-
 // The structs of dlpack.h.
 struct DLTensor {
   void* data;
@@ -299,7 +297,7 @@ PYBIND11_MODULE(hostweave_program, m) {
   m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));
   m.def("missing_process_groups", missing_process_groups, py::arg("member"));
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"), WithoutGil());
-  m.def("out_of_reach", out_of_reach, py::arg("member"), WithoutGil());
+  m.def("out_of_reach", [](hw::Member& member) { return member.out_of_reach(table()); }, py::arg("member"), WithoutGil());
   m.def("adopt", adopt, py::arg("member"), py::arg("communicators"), WithoutGil());
   m.def("new_peer_id", [](hw::Member& member) { return member.new_id(hw::Transport::peer); }, py::arg("member"), WithoutGil());
   m.def("connect_all", &hw::GroupMemory::connect, py::arg("member"), py::arg("id"), py::arg("timeout"), WithoutGil());

@@ -34,7 +34,6 @@ struct Matrix {
   int64_t rows, columns, row_stride, column_stride;
 
   Matrix transposed() const { return {columns, rows, column_stride, row_stride}; }
-  // True if rows are contiguous.
   bool row_major() const { return column_stride == 1 || columns == 1; }
   int64_t span() const { return (rows - 1) * row_stride + (columns - 1) * column_stride + 1; }  // extent in elements
   bool valid() const { return row_major() || row_stride == 1 || rows == 1; }

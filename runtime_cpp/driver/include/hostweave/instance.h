@@ -134,8 +134,7 @@ class Instance {
   Member& member() const { return member_; }
   size_t inputs() const { return inputs_.size(); }
 
-  // Return the progress of the calls, and the positions of the streams in an unfinished call. Any thread may call these
-  // functions.
+  // Any thread may call these two functions.
   CallLog::State progress();
   Standstill standstill();
   // Number of cached graphs.

@@ -53,9 +53,7 @@ class Member {
   // Process groups of the program that have no channel yet. Throws ArgumentError if the program and the group have different
   // numbers of ranks.
   std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
-  // Makes an id for the process group of this key.
   ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
-  // Makes an id for a process group with that transport.
   ncclUniqueId new_id(Transport transport);
   // Collective: creates the missing channels of the program. `ids` has an id for each missing process group, by
   // ProcessGroup::key. Throws ExecutionError if other ranks do not join in time.

@@ -23,7 +23,6 @@ struct ProcessGroup {
   std::string name() const { return transport == Transport::two_sided ? axes : axes + " " + name_of(transport); }
 };
 
-// Process groups of `rank` whose channels the program uses.
 std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank);
 
 }  // namespace hw
