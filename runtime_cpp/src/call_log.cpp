@@ -351,10 +351,8 @@ void CallLog::line(const char* call, const char* file, int number) {
       op.milestone = calls.milestone(op.stream);
     }
   }
-  {
-    const std::lock_guard lock(calls.mutex);
-    calls.adding->ops.insert(calls.adding->ops.end(), calls.noted.begin(), calls.noted.end());
-  }
+  const std::lock_guard lock(calls.mutex);
+  calls.adding->ops.insert(calls.adding->ops.end(), calls.noted.begin(), calls.noted.end());
   calls.next_line();
 }
 

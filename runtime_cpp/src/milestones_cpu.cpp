@@ -22,20 +22,16 @@ Milestones::Milestones() = default;
 bool Milestones::prepare_capture(bool) { return true; }
 
 int Milestones::set(cudaStream_t stream, bool) {
-  int milestone = kNone;
-  uint64_t* word = nullptr;
-  {
-    const std::lock_guard lock(all_->mutex);
-    if (all_->free.empty()) {
-      all_->words.emplace_back();
-      all_->free.push_back(static_cast<int>(all_->words.size()) - 1);
-    }
-    milestone = all_->free.back();
-    all_->free.pop_back();
-    word = &all_->words[milestone];
+  std::unique_lock lock(all_->mutex);
+  if (all_->free.empty()) {
+    all_->words.emplace_back();
+    all_->free.push_back(static_cast<int>(all_->words.size()) - 1);
   }
-  *word = 0;
-  HW_CHECK(hw_cpu_milestone(stream, word));
+  const int milestone = all_->free.back();
+  all_->free.pop_back();
+  uint64_t& word = all_->words[milestone] = 0;
+  lock.unlock();
+  HW_CHECK(hw_cpu_milestone(stream, &word));
   return milestone;
 }
 

@@ -82,19 +82,16 @@ int Milestones::set(cudaStream_t stream, bool is_captured) {
     HW_CHECK(launch(count_up, {1, 1}, stream, all_->words->counts + word, all_->words->shown + word));
     return kFirstWord + word;
   }
-  int milestone = kNone;
-  cudaEvent_t event = nullptr;
-  {
-    const std::lock_guard lock(all_->mutex);
-    if (all_->free.empty()) {
-      all_->events.emplace_back();
-      all_->free.push_back(static_cast<int>(all_->events.size()) - 1);
-    }
-    milestone = all_->free.back();
-    all_->free.pop_back();
-    event = all_->events[milestone];
+  std::unique_lock lock(all_->mutex);
+  if (all_->free.empty()) {
+    all_->events.emplace_back();
+    all_->free.push_back(static_cast<int>(all_->events.size()) - 1);
   }
-  HW_CHECK(cudaEventRecord(event, stream));  // The lock is not held, because the call may wait for room in the queue of the GPU.
+  const int milestone = all_->free.back();
+  all_->free.pop_back();
+  const cudaEvent_t event = all_->events[milestone];
+  lock.unlock();  // The next call may wait for room in the queue of the GPU.
+  HW_CHECK(cudaEventRecord(event, stream));
   return milestone;
 }
 
@@ -108,13 +105,11 @@ void Milestones::give_back(int milestone) {
 }
 
 bool Milestones::is_done(int milestone, int64_t times) const {
-  cudaEvent_t event = nullptr;
-  {
-    const std::lock_guard lock(all_->mutex);
-    if (const int word = milestone - kFirstWord; word >= 0)
-      return all_->words->count(word) - all_->words->before[word] >= static_cast<uint64_t>(times);
-    event = all_->events[milestone];
-  }
+  std::unique_lock lock(all_->mutex);
+  if (const int word = milestone - kFirstWord; word >= 0)
+    return all_->words->count(word) - all_->words->before[word] >= static_cast<uint64_t>(times);
+  const cudaEvent_t event = all_->events[milestone];
+  lock.unlock();
   return cudaEventQuery(event) == cudaSuccess;
 }
 

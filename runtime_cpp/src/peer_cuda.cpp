@@ -258,12 +258,10 @@ ncclUniqueId PeerGroup::new_id() {
     if (maker.file >= 0) close(maker.file);
     throw ExecutionError("transport peer: processes cannot share memory: " + why + kOtherTransport);
   }
-  {
-    const std::lock_guard lock(made_mutex);
-    made()[maker.token] = maker.file;
-  }
   ncclUniqueId id{};
   std::memcpy(&id, &maker, sizeof maker);
+  const std::lock_guard lock(made_mutex);
+  made()[maker.token] = maker.file;
   return id;
 }
 

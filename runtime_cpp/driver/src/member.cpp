@@ -105,10 +105,8 @@ void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, 
     return;
   }
   const ncclComm_t comm = target::make_channel(process_group, id, device(), timeout_seconds, aborted_);
-  {
-    const std::lock_guard lock(owned_mutex_);
-    owned_.push_back(comm);
-  }
+  const std::lock_guard lock(owned_mutex_);
+  owned_.push_back(comm);
   add_channel(process_group, comm);
 }
 
