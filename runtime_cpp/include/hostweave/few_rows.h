@@ -236,22 +236,16 @@ struct NarrowSums {
 
 __device__ inline int64_t up_to_last(int64_t i, int64_t count) { return i < count ? i : count - 1; }
 
-// Adds the sums of a step by add(sums). With `kOfBlocks`, first multiplies them by the scales of the step's block of 128 terms.
-// `first` is the first column of the sums.
-template <bool kOfBlocks, class Sums, class T, int kCount, class Add>
-__device__ void add_step(Sums& total, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k, int64_t first,
-                         const Add& add) {
-  if constexpr (kOfBlocks) {
-    Sums of_block;
-    add(of_block);
+// Multiplies the sums of a step by the scales of its block of 128 terms, and adds the products to the total. `first` is the first
+// column of the sums.
+template <class Sums, class T, int kCount>
+__device__ void add_block(Sums& total, Sums& of_block, const FewRows<T, kCount>& p, const ProductScales& scales, int64_t k,
+                          int64_t first) {
 #pragma unroll
-    for (int i = 0; i < Sums::kSums; ++i) {
-      const int64_t row = up_to_last(total.row_of(i), p.rows), column = up_to_last(first + total.column_of(i), p.columns);
-      const float scale = scales.x.of(row, k) * scales.weights.of(column, k);
-      total.sum(i) += scale * of_block.sum(i);
-    }
-  } else {
-    add(total);
+  for (int i = 0; i < Sums::kSums; ++i) {
+    const int64_t row = up_to_last(total.row_of(i), p.rows), column = up_to_last(first + total.column_of(i), p.columns);
+    const float scale = scales.x.of(row, k) * scales.weights.of(column, k);
+    total.sum(i) += scale * of_block.sum(i);
   }
 }
 
@@ -310,7 +304,13 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const Prod
     for (int64_t k = begin; k < p.depth; k += step) {
       const auto here = next;
       next = sums.load(p, weights, k + step, first);
-      add_step<kOfBlocks>(sums, p, scales, k, first, [&](auto& to) { to.add(here); });
+      if constexpr (kOfBlocks) {
+        WideSums<T, kTransposed, kGroups> of_block;
+        of_block.add(here);
+        add_block(sums, of_block, p, scales, k, first);
+      } else {
+        sums.add(here);
+      }
     }
     add_warps(sums);
   } else {
@@ -318,7 +318,13 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const Prod
     NarrowSums<T, kTransposed, kGroups> sums;
     const auto [begin, step] = warp_part<kCount, kWarps>(sums.kDepth);
     for (int64_t k = begin; k < p.depth; k += step) {
-      add_step<kOfBlocks>(sums, p, scales, k, first, [&](auto& to) { to.add(p, weights, k, first); });
+      if constexpr (kOfBlocks) {
+        NarrowSums<T, kTransposed, kGroups> of_block;
+        of_block.add(p, weights, k, first);
+        add_block(sums, of_block, p, scales, k, first);
+      } else {
+        sums.add(p, weights, k, first);
+      }
     }
     add_warps(sums);
   }
