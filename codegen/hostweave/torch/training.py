@@ -124,7 +124,8 @@ class TrainingModule(Differentiated):
         part, joint = self._backward, self._joint
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
-        arrays = part.taken(given) | {name: named[node.name] for node, name in part.graph.names.items() if node.name in named}
+        unbound = {node.name: name for node, name in part.graph.names.items() if name not in part.graph.bound}
+        arrays = part.taken(given) | {name: named[of] for of, name in unbound.items() if of in named}
         made = zip(part.graph.returned, part(arrays, group), strict=True)
         found = [one.clone() if node in part.graph.constants else one for node, one in made]
         return self._whole(found, group) if group else found
