@@ -1,32 +1,43 @@
+#include <dlfcn.h>
+
 #include <map>
 #include <mutex>
+#include <utility>
 
-#include "hostweave/driver_function.h"
 #include "hostweave/jit.h"
 
 namespace hw {
+namespace {
 
-// The driver loads a cubin for all devices. The CUDA runtime has such functions only since 12.8.
-cudaError_t load_kernel(JitKernel& kernel) {
+// Functions of the driver that load a cubin for all devices. The CUDA runtime has such functions only since 12.8.
+struct Driver {
   using Library = struct CUlib_st*;
-  using LoadData = int(Library*, const void* code, void*, void*, unsigned, void*, void*, unsigned);
-  using GetKernel = int(const void** kernel, Library, const char* name);
-  static auto* const load = driver_function<LoadData>("cuLibraryLoadData");
-  static auto* const get = driver_function<GetKernel>("cuLibraryGetKernel");
+  using LoadData = int (*)(Library*, const void* code, void*, void*, unsigned, void*, void*, unsigned);
+  using GetKernel = int (*)(const void** kernel, Library, const char* name);
+
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW);
+  LoadData load = driver ? reinterpret_cast<LoadData>(dlsym(driver, "cuLibraryLoadData")) : nullptr;
+  GetKernel get = driver ? reinterpret_cast<GetKernel>(dlsym(driver, "cuLibraryGetKernel")) : nullptr;
+};
+
+}  // namespace
+
+cudaError_t load_kernel(JitKernel& kernel) {
   static std::mutex mutex;
-  static std::map<const void*, Library> libraries;  // by cubin; never unloaded, like the modules of programs
+  static const Driver driver;
+  static std::map<const void*, Driver::Library> libraries;  // by cubin; never unloaded, like the modules of programs
 
   const std::lock_guard lock(mutex);
   if (!kernel.function) {
-    if (!load || !get) return cudaErrorInsufficientDriver;
+    if (!driver.load || !driver.get) return cudaErrorInsufficientDriver;
     const auto [entry, fresh] = libraries.try_emplace(kernel.cubin, nullptr);
     if (fresh) {
-      if (const int error = load(&entry->second, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)) {
+      if (const int error = driver.load(&entry->second, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)) {
         libraries.erase(entry);
         return static_cast<cudaError_t>(error);  // The runtime and the driver share error codes.
       }
     }
-    if (const int error = get(&kernel.function, entry->second, kernel.name)) return static_cast<cudaError_t>(error);
+    if (const int error = driver.get(&kernel.function, entry->second, kernel.name)) return static_cast<cudaError_t>(error);
   }
   cudaFuncAttributes attributes;  // The query of attributes loads the kernel on this device.
   return cudaFuncGetAttributes(&attributes, kernel.function);

@@ -1,3 +1,5 @@
+#include <dlfcn.h>
+
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -7,7 +9,6 @@
 
 #include "hostweave/background.h"
 #include "hostweave/check.h"
-#include "hostweave/driver_function.h"
 #include "hostweave/errors.h"
 #include "target.h"
 
@@ -66,7 +67,9 @@ const bool kOneParty = false;
 const bool kCopiesBlock = true;
 
 bool is_set_up(int device) {
-  static auto* const get = driver_function<int(int device, unsigned* flags, int* active)>("cuDevicePrimaryCtxGetState");
+  using GetState = int (*)(int device, unsigned* flags, int* active);
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  static const auto get = driver ? reinterpret_cast<GetState>(dlsym(driver, "cuDevicePrimaryCtxGetState")) : nullptr;
   unsigned flags = 0;
   int active = 0;
   return get && get(device, &flags, &active) == 0 && active;
@@ -130,11 +133,12 @@ void finish() {}
 namespace hw {
 namespace {
 
-using WaitValue = int(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
+using WaitValue = int (*)(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
 
 // cuStreamWaitValue32 with flags = 0: waits until the value at an address is at least `value`.
-WaitValue* wait_value() {
-  static auto* const wait = driver_function<WaitValue>("cuStreamWaitValue32_v2");
+WaitValue wait_value() {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  static const auto wait = driver ? reinterpret_cast<WaitValue>(dlsym(driver, "cuStreamWaitValue32_v2")) : nullptr;
   return wait;
 }
 
