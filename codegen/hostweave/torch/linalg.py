@@ -20,8 +20,8 @@ def _rows(a: Any) -> Any:
 
 
 def _for_small(function: Callable[..., Any], rows: float, *args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
-    """Makes a function the rule of an op. The rule returns NotImplemented for complex matrices, if `check_errors` is set, or if a matrix
-    does not have 1 to `rows` rows and columns."""
+    """Rule of an op, which calls `function`. Returns NotImplemented, which keeps the op, for complex matrices, if `check_errors` is set, or
+    if a matrix does not have 1 to `rows` rows and columns."""
     given = [one for one in args if isinstance(one, torch.Tensor)]
     fits = all(isinstance(size, int) and 0 < size <= rows for one in given for size in one.shape[-2:])
     fits = fits and not check_errors and not any(one.is_complex() for one in given)

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
 from hostweave.torch.special import SPECIAL  # noqa: E402
 
 aten = torch.ops.aten
@@ -35,6 +36,11 @@ def test_of_one_argument(op: object) -> None:
 def test_quantiles_of_small_probabilities() -> None:
     p = torch.logspace(-37, -1, 199)
     expect_close(SPECIAL[aten.special_ndtri.default](p), aten.special_ndtri.default(p.double()), rtol=5e-7, atol=0)
+
+
+def test_polygamma_of_a_high_order_is_refused() -> None:
+    with pytest.raises(ProgramError, match=r"torch\.special_polygamma: aten\.polygamma\.default has no equivalent in a fusion"):
+        hw.fusion(x=hw.f32["M"])(lambda x: torch.special.polygamma(21, x))
 
 
 @pytest.mark.parametrize("order", range(5))
