@@ -169,7 +169,7 @@ def test_a_signal_that_is_lost(transport: str, tmp_path: Path) -> None:
 
 def test_a_rank_that_never_calls(tmp_path: Path) -> None:
     with Processes(tmp_path, "two_sided", limit=3, never=True) as ranks:
-        _, report = ranks.said(0)
+        _, report = ranks.said(1)
     assert re.search(r"waits on x for rank 2, which has not made call 2; ", of_rank(report, 0)), report
     assert of_rank(report, 2) == "  rank 2: ag_matmul: 1 calls, 1 done"
 
@@ -225,7 +225,7 @@ def test_the_fault_on_gpus_is_before_the_signal_after_the_put() -> None:
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
     """A report also has lines for the streams of a launched graph."""
     with Processes(tmp_path, "two_sided", limit=3, never=True, captured=True) as ranks:
-        _, report = ranks.said(0)
+        _, report = ranks.said(1)
     assert re.search(rf"ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which has not made call 4; ", of_rank(report, 0)), (
         report
     )
