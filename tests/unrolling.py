@@ -11,7 +11,7 @@ from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops.attributes import AXIS, BACKWARD, DEPTH, EACH, INDEX
 from hostweave.fusion_ir.ops.calls import carried_by, lagged_by
 from hostweave.fusion_ir.ops.definition import unsharded
-from hostweave.fusion_ir.rewriting import FreshNames, without_loops
+from hostweave.fusion_ir.rewriting import without_loops
 from hostweave.types.size import Size
 
 
@@ -131,7 +131,7 @@ def inlined(fusion: Fusion) -> Fusion:
     appended if that name is taken. Arguments are resharded to the types of the parameters.
     """
     fusion = unrolled(without_loops(fusion))
-    fresh = FreshNames(fusion).new
+    taken = set(fusion.values())
 
     others: dict[tuple[str, int], str] = {}  # (call, index of a result) -> name of the result in the caller
 
@@ -144,11 +144,11 @@ def inlined(fusion: Fusion) -> Fusion:
         names: dict[str, str] = {}
         ops = []
         for parameter, argument in zip(function.inputs, op.tensors, strict=True):
-            names[parameter.name] = fresh(f"{function.name}_{parameter.name}")
+            names[parameter.name] = claim_unique(f"{function.name}_{parameter.name}", taken)
             ops.append(Op("reshard", (argument,), replace(parameter, name=names[parameter.name]), location=op.location))
         for inner in function.ops:
             name = inner.result.name
-            names[name] = op.result.name if name == function.outputs[0] else fresh(f"{function.name}_{name}")
+            names[name] = op.result.name if name == function.outputs[0] else claim_unique(f"{function.name}_{name}", taken)
             ops.extend(expanded(replace(inner.renamed(names), result=replace(inner.result, name=names[name]))))
         others.update({(op.result.name, i): names[name] for i, name in enumerate(function.outputs)})
         return ops

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from forked import Forked
@@ -42,3 +44,14 @@ def in_threads(count: int, function: Any) -> list[Any]:
     for thread in threads:
         thread.join()
     return results
+
+
+@contextmanager
+def soon(function: Callable[..., object], *arguments: object) -> Iterator[None]:
+    """Calls a function after a short time, on a thread that is joined at the end of the block."""
+    timer = threading.Timer(0.1, function, arguments)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()

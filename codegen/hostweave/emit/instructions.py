@@ -1,7 +1,6 @@
 """C++ of host IR instructions: the operands and names that the template of each instruction needs."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
+from hostweave.emit.names import only_in_calls, other_names, short_names
 from hostweave.emit.plans import (
     EitherAttention,
     OptionalOperands,
@@ -68,8 +68,8 @@ class Emitter:
         self.in_group = False
         self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
         self.comments: list[str] = []  # the source lines that were printed last, as comments
-        self.others, self.short_names = _other_names(program), _short_names(program)
-        self.arguments = _arguments(program)
+        self.others, self.short_names = other_names(program), short_names(program)
+        self.arguments = only_in_calls(program)
         self.elements: dict[str, tuple[str, Expr]] = {}  # view of one tensor of a parameter group -> group and index of the tensor
 
     def body(self, body: tree.Body, ends_scope: bool = True) -> str:
@@ -475,40 +475,6 @@ class Emitter:
             body = self.body(i.body)
         self.comments = []  # The comments in the body do not belong to later instructions.
         return lay_out("branch", condition=flag, body=body) if body else ""
-
-
-def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
-    """Maps each buffer to other values that are written to its memory, in place or through a view."""
-    roots, found = tree.AliasRoots(), dict[str, list[str]]()
-    for i in tree.walk(program.body):
-        if i.shows:
-            roots.define(i)
-    for name in dict.fromkeys(name for i in tree.walk(program.body) for name in tree.names(i, "write")):
-        if (root := roots.of(name)) != name:
-            found.setdefault(root, []).append(name)
-    return found
-
-
-def _short_names(program: ir.HostProgram) -> dict[str, str]:
-    """Maps a name such as `x_i_2` to `x_i` if the C++ scopes of the two names are disjoint."""
-    # The scopes of each name. A scope is the list of the numbers of the enclosing instructions, except instructions of class OnMesh.
-    scopes: dict[str, list[list[int]]] = {p.name: [[]] for p in (*program.inputs, *program.outputs)}
-    for place in def_use(program).places:
-        for name in tree.names(place.instruction, "define", "index"):
-            scopes.setdefault(name, []).append([outer.number for outer in place.around if not outer.instruction.ranks])
-    result: dict[str, str] = {}
-    for name, own in list(scopes.items()):
-        base = re.sub(r"_\d+$", "", name)
-        if base != name and all(a[: len(b)] != b[: len(a)] for a in own for b in scopes.get(base, [[]])):
-            result[name] = base
-            scopes[base] += own
-    return result
-
-
-def _arguments(program: ir.HostProgram) -> set[str]:
-    used = Counter(name for i in tree.walk(program.body) for name in tree.names(i, "read", "write", "alias"))
-    calls = (i for i in tree.walk(program.body) if tree.names(i, "call"))
-    return {name for i in calls for name in tree.names(i, "read", "write") if used[name] == 1}
 
 
 def _comment(location: Location) -> str:

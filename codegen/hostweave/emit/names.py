@@ -2,7 +2,11 @@
 
 import errno
 import re
+from collections import Counter
 from collections.abc import Container, Iterable
+
+from hostweave.analysis.def_use import def_use
+from hostweave.host_ir import ir, tree
 
 _KEYWORDS = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class co_await co_return
@@ -81,3 +85,38 @@ class CppNames:
         while (free := f"{base}_{number}{self._suffix}" if number else base + self._suffix) in self._taken or free in apart:
             number += 1
         return free
+
+
+def other_names(program: ir.HostProgram) -> dict[str, list[str]]:
+    """Maps each buffer to other values that are written to its memory, in place or through a view."""
+    roots, found = tree.AliasRoots(), dict[str, list[str]]()
+    for i in tree.walk(program.body):
+        if i.shows:
+            roots.define(i)
+    for name in dict.fromkeys(name for i in tree.walk(program.body) for name in tree.names(i, "write")):
+        if (root := roots.of(name)) != name:
+            found.setdefault(root, []).append(name)
+    return found
+
+
+def short_names(program: ir.HostProgram) -> dict[str, str]:
+    """Maps a name such as `x_i_2` to `x_i` if the C++ scopes of the two names are disjoint."""
+    # The scopes of each name. A scope is the list of the numbers of the enclosing instructions, except instructions of class OnMesh.
+    scopes: dict[str, list[list[int]]] = {p.name: [[]] for p in (*program.inputs, *program.outputs)}
+    for place in def_use(program).places:
+        for name in tree.names(place.instruction, "define", "index"):
+            scopes.setdefault(name, []).append([outer.number for outer in place.around if not outer.instruction.ranks])
+    result: dict[str, str] = {}
+    for name, own in list(scopes.items()):
+        base = re.sub(r"_\d+$", "", name)
+        if base != name and all(a[: len(b)] != b[: len(a)] for a in own for b in scopes.get(base, [[]])):
+            result[name] = base
+            scopes[base] += own
+    return result
+
+
+def only_in_calls(program: ir.HostProgram) -> set[str]:
+    """Buffers whose only use is as an argument of one call."""
+    used = Counter(name for i in tree.walk(program.body) for name in tree.names(i, "read", "write", "alias"))
+    calls = (i for i in tree.walk(program.body) if tree.names(i, "call"))
+    return {name for i in calls for name in tree.names(i, "read", "write") if used[name] == 1}

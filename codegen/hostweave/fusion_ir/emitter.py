@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from hostweave.base.names import claim_unique
 from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, operand_types
-from hostweave.fusion_ir.rewriting import FreshNames
 from hostweave.fusion_ir.sharding import flow, with_layout
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType, f32
@@ -19,7 +19,7 @@ class OpRewriter:
     op: Op
 
     def __init__(self, fusion: Fusion):
-        self.fusion, self.mesh, self.names = fusion, fusion.mesh, FreshNames(fusion)
+        self.fusion, self.mesh, self.taken = fusion, fusion.mesh, set(fusion.values())
         self.types = {value.name: value.type for value in fusion.inputs}
         self.ops: list[Op] = []
 
@@ -49,7 +49,7 @@ class OpRewriter:
         """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
-        op = replace(op, result=Value(self.names.new(f"{of or self.op.result.name}_{word or kind}"), infer_type(op, given)))
+        op = replace(op, result=Value(claim_unique(f"{of or self.op.result.name}_{word or kind}", self.taken), infer_type(op, given)))
         passed = given[0].partial if given and OPS[kind].linear == "first" else None
         sharded = with_layout(op.result.type, flow(op, given, self.mesh).result, passed)
         self.emit(replace(op, result=replace(op.result, type=sharded, stream=stream)))

@@ -15,14 +15,6 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
 
-class FreshNames:
-    def __init__(self, fusion: Fusion):
-        self.taken = set(fusion.values())
-
-    def new(self, wanted: str) -> str:
-        return claim_unique(wanted, self.taken)
-
-
 def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
     needed = set(outputs)
     for op in reversed(ops):
@@ -119,10 +111,10 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
         return tuple(made.items())
 
     made = map_functions(without_loops(fusion), bound)
-    names = FreshNames(made)
+    taken = set(made.values())
     groups = made.returned or (None,) * len(made.outputs)  # a reshard cannot read a parameter group
     returned = zip(made.outputs, outputs, groups, strict=True)
-    results = {name: Value(names.new(name), known(type), pinned=True) for name, type, group in returned if not group}
+    results = {name: Value(claim_unique(name, taken), known(type), pinned=True) for name, type, group in returned if not group}
     ops = (Op("reshard", (name,), result) for name, result in results.items())
     return replace(made, body=(*made.ops, *ops), outputs=tuple(results[name].name if name in results else name for name in made.outputs))
 

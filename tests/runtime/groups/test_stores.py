@@ -1,4 +1,4 @@
-"""Stores of a group, and the rendezvous and gathers of its ranks."""
+"""Stores of a group."""
 
 from __future__ import annotations
 
@@ -12,86 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from launched_ranks import in_threads
+from launched_ranks import in_threads, soon
 from processes import free_port
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
-from hostweave.runtime.coordinator import Coordinator, Failed, PeerLost, StoreCoordinator, ThreadCoordinator, ThreadTable
-from hostweave.runtime.providers import (
-    Environment,
-    TorchStore,
-    _PolledTorchStore,
-)
-from hostweave.runtime.rendezvous import World, meet
-from hostweave.runtime.stores import MemoryStore, Store, StoreClosed, TcpServer, TcpStore
-
-
-class FakeTorchStore:
-    """Imitates a torch.distributed store without torch."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        self.values[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-
-@contextlib.contextmanager
-def soon(function: Callable[..., object], *arguments: object) -> Iterator[None]:
-    """Calls a function after a short time, on a thread that is joined at the end of the block."""
-    timer = threading.Timer(0.1, function, arguments)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
-
-
-# --- stores -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server() -> Iterator[TcpServer]:
-    server = TcpServer([("127.0.0.1", 0)], "job")
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def tcp_store(server: TcpServer) -> Iterator[TcpStore]:
-    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
-    yield store
-    store.close()
-
-
-OF_TORCH = [pytest.param(kind, marks=pytest.mark.extra("torch")) for kind in ("torch file", "torch hash")]
-
-
-@pytest.fixture(params=["memory", "tcp", "torch fake", *OF_TORCH])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "memory":
-        return MemoryStore()
-    if request.param == "tcp":
-        found: Store = request.getfixturevalue("tcp_store")
-        return found
-    if request.param == "torch fake":
-        return _PolledTorchStore(FakeTorchStore())
-    import torch.distributed as dist
-
-    kept = dist.FileStore(str(tmp_path / "store"), -1) if request.param == "torch file" else dist.HashStore()
-    return TorchStore(kept, rank=0, count=1).store("default", 1)
+from hostweave.runtime.stores import Store, StoreClosed, TcpServer, TcpStore
 
 
 def test_a_value_stays_until_it_is_replaced(store: Store) -> None:
@@ -423,109 +351,3 @@ def test_many_clients_connect_and_wait_at_the_same_time(server: TcpServer) -> No
         return found
 
     assert in_threads(64, exchange) == [bytes(range(64))] * 64
-
-
-# --- rendezvous -------------------------------------------------------------------------------------------------------
-
-
-def meet_all(store: Store, count: int, group: str = "default", timeout: float = 10) -> list[Any]:
-    return in_threads(count, lambda rank: meet(store, group, rank, count, timeout))
-
-
-def test_a_rendezvous_can_be_repeated(store: Store) -> None:
-    prefixes = set()
-    for group in ("default", "default", "other", "a/b", "a"):
-        worlds: list[World] = meet_all(store, 3, group)
-        assert worlds == [worlds[0]] * 3
-        assert [entry.rank for entry in worlds[0].entries] == [0, 1, 2]
-        assert [worlds[0].local_rank(rank) for rank in range(3)] == [0, 1, 2]
-        prefixes.add(worlds[0].prefix)
-    assert len(prefixes) == 5
-
-
-def test_alone() -> None:
-    store = Environment({"RANK": "0", "WORLD_SIZE": "1"}).store("default", 1)
-    assert isinstance(meet(store, "default", 0, 1, 1), World)
-
-
-def test_ranks_that_do_not_come() -> None:
-    store = MemoryStore()
-    errors = in_threads(2, lambda rank: meet(store, "default", rank, 4, 0.3))
-    assert [str(error) for error in errors] == [
-        f"hw.init: group 'default', rank {rank} of 4: timed out after 0.3 s waiting for ranks 2, 3" for rank in range(2)
-    ]
-    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # Ranks 0 and 1 have timed out.
-    assert str(late[0]) == "hw.init: group 'default', rank 2 of 4: timed out after 0.1 s waiting for rank 3"
-    assert all(isinstance(world, World) for world in meet_all(store, 4))
-
-
-def test_a_rank_that_gave_up_before() -> None:
-    store = MemoryStore()
-    for rank, other in ((1, "rank 0"), (0, "rank 1, which gave up")):
-        with pytest.raises(ExecutionError, match=rf"rank {rank} of 2: timed out after 0\.1 s waiting for {other}$"):
-            meet(store, "default", rank, 2, 0.1)
-
-
-def test_worlds_of_different_sizes() -> None:
-    store = MemoryStore()
-    errors = in_threads(4, lambda rank: meet(store, "default", rank, 4 if rank == 1 else 2 if rank < 2 else 4, 2 if rank < 2 else 0.5))
-    message = "hw.init: group 'default': rank 1 is in a world of 4 ranks, rank 0 in one of 2; start all ranks with the same world size"
-    assert [str(error) for error in errors[:2]] == [message] * 2
-    assert all(isinstance(error, ExecutionError) for error in errors)
-
-
-def test_two_processes_of_one_rank() -> None:
-    store = MemoryStore()
-    errors = in_threads(3, lambda thread: meet(store, "default", min(thread, 1), 2, 0.5))
-    assert sum(isinstance(one, World) for one in errors) == 2
-    (refused,) = [str(error) for error in errors if isinstance(error, Exception)]
-    assert refused.startswith("hw.init: group 'default', rank")
-
-
-# --- gathers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["store", "threads"])
-def seats(request: pytest.FixtureRequest) -> list[Coordinator]:
-    if request.param == "store":
-        store = MemoryStore()
-        return [StoreCoordinator(store, "prefix", rank, 3) for rank in range(3)]
-    table = ThreadTable([None] * 3)
-    return [ThreadCoordinator(table, rank) for rank in range(3)]
-
-
-def test_gather_returns_the_records_of_all_ranks(seats: list[Coordinator]) -> None:
-    def rank(rank: int) -> list[list[str]]:
-        return [seats[rank].gather(f"{rank} in {number}", 10) for number in range(20)]
-
-    assert in_threads(3, rank) == [[[f"{rank} in {number}" for rank in range(3)] for number in range(20)]] * 3
-
-
-def test_a_rank_that_does_not_come(seats: list[Coordinator]) -> None:
-    errors = in_threads(2, lambda rank: seats[rank].gather("", 0.3))
-    assert [type(error) for error in errors] == [PeerLost] * 2
-    assert [error.ranks for error in errors] == [(2,)] * 2
-
-
-def test_a_failure_ends_the_waiting(seats: list[Coordinator]) -> None:
-    started = time.monotonic()
-    with soon(seats[2].fail, "rank 2: no data"):
-        errors = in_threads(2, lambda rank: seats[rank].gather("", 30))
-    assert time.monotonic() - started < 5
-    assert [(type(error), str(error)) for error in errors] == [(Failed, "rank 2: no data")] * 2
-    seats[0].fail("another")
-    assert [seat.failure() for seat in seats] == ["rank 2: no data"] * 3
-
-
-def test_a_thread_that_has_ended() -> None:
-    gone = threading.Thread(target=lambda: None)
-    gone.start()
-    gone.join()
-    table = ThreadTable([None, None, gone])
-    errors = in_threads(2, lambda rank: ThreadCoordinator(table, rank).gather("", 30))
-    assert [str(error) for error in errors] == ["rank 2: its thread has ended"] * 2
-
-
-def test_positions(seats: list[Coordinator]) -> None:
-    seats[1].publish_position("at call 3")
-    assert seats[0].gather_positions() == [None, "at call 3", None]

@@ -16,12 +16,13 @@ Reuses an equal earlier reshard if there is one. Does not move slices, nor resha
 
 from dataclasses import replace
 
+from hostweave.base.names import claim_unique
 from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.key_blocks import attended_alone
 from hostweave.fusion_ir.ops import RESHARDS
 from hostweave.fusion_ir.ops.attributes import ORDER
-from hostweave.fusion_ir.rewriting import FreshNames, consumers
+from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
@@ -29,7 +30,7 @@ from hostweave.types.zigzag import Zigzag
 
 
 def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
-    names, uses = FreshNames(fusion), consumers(fusion)
+    taken, uses = set(fusion.values()), consumers(fusion)
     keys = {name for op, _ in attended_alone(fusion) for name in op.tensors[1:3]}
     permuted: dict[str, Op] = {}
     known: dict[tuple[str, TensorType], str] = {}  # (operand, result type) -> the reshard
@@ -53,7 +54,7 @@ def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
         type = replace(op.result.type, dims=dims)
         if (source, type) not in known:
             end = name.removeprefix(turn.result.name) if name.startswith(turn.result.name) else "_resharded"
-            emit(replace(op, operands=(source,), result=Value(names.new(f"{source}{end}"), type)))
+            emit(replace(op, operands=(source,), result=Value(claim_unique(f"{source}{end}", taken), type)))
         emit(replace(turn, operands=(known[source, type],), result=op.result, location=op.location))
     return replaced(fusion, body=tuple(ops))
 

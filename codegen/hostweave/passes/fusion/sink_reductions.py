@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.base.min_cut import INFINITE, min_cut
+from hostweave.base.names import claim_unique
 from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.resharding import cost
-from hostweave.fusion_ir.rewriting import FreshNames, consumers
+from hostweave.fusion_ir.rewriting import consumers
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.options import Options
 from hostweave.types.tensor import TensorType
@@ -140,7 +141,7 @@ class _Sinking:
         return user.result if user and is_next and name in self.passing else self.made[name].result
 
     def rewritten(self, side: set[tuple[str, str]]) -> Fusion:
-        names, ops = FreshNames(self.fusion), list[Op]()
+        taken, ops = set(self.fusion.values()), list[Op]()
         terms: dict[str, str] = {}  # value -> its terms
         for op in self.fusion.ops:
             name = op.result.name
@@ -149,7 +150,7 @@ class _Sinking:
             if passing:
                 operands = tuple(terms[operand] if operand in passing.summed else operand for operand in passing.operands)
                 is_term_alone = not is_needed or op.result.type.partial or self.reduced_to(name).name != name
-                term = Value(name if is_term_alone else names.new(f"{name}_partial"), passing.type)
+                term = Value(name if is_term_alone else claim_unique(f"{name}_partial", taken), passing.type)
                 terms[name] = term.name
                 ops.append(replace(op.renamed(dict(zip(op.tensors, operands, strict=True))), result=term))
                 if is_term_alone:
