@@ -19,9 +19,12 @@ class OpRewriter:
     op: Op
 
     def __init__(self, fusion: Fusion):
-        self.fusion, self.mesh, self.taken = fusion, fusion.mesh, set(fusion.values())
+        self.fusion, self.mesh, self.used_names = fusion, fusion.mesh, set(fusion.values())
         self.types = {value.name: value.type for value in fusion.inputs}
         self.ops: list[Op] = []
+
+    def free_name(self, wanted: str) -> str:
+        return claim_unique(wanted, self.used_names)
 
     def rewritten(self) -> Fusion:
         for op in self.fusion.ops:
@@ -49,7 +52,7 @@ class OpRewriter:
         """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
-        op = replace(op, result=Value(claim_unique(f"{of or self.op.result.name}_{word or kind}", self.taken), infer_type(op, given)))
+        op = replace(op, result=Value(self.free_name(f"{of or self.op.result.name}_{word or kind}"), infer_type(op, given)))
         passed = given[0].partial if given and OPS[kind].linear == "first" else None
         sharded = with_layout(op.result.type, flow(op, given, self.mesh).result, passed)
         self.emit(replace(op, result=replace(op.result, type=sharded, stream=stream)))

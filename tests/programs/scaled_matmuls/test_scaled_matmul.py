@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cache, cached_property
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -44,18 +45,24 @@ def scales_of(kind: str, m: int, k: int, n: int) -> tuple[tuple[int, int], tuple
     }[kind]
 
 
-def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> dict[str, Array]:
-    """Operands a [M, K] and w [N, K], the scales s of a, and the scales t of w. The scales have many magnitudes."""
+class Operands(dict[str, Array]):
+    """Operands a [M, K] and w [N, K], the scales s of a, and the scales t of w."""
+
+    @cached_property
+    def product(self) -> Array:
+        """The product in float64."""
+        a, w = (self[name].astype(np.float64) for name in "aw")
+        return multiplied(np, a, w.T, self["s"], self["t"])
+
+
+@cache
+def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> Operands:
+    """Random operands. The scales have many magnitudes."""
     random = np.random.default_rng(len(kind))
     of_a, of_b = scales_of(kind, m, k, n)
     made = {name: random.standard_normal(shape) for name, shape in (("a", (m, k)), ("w", (n, k)))}
     scales = {name: np.exp2(random.uniform(-6, 6, shape)).astype(np.float32) for name, shape in (("s", of_a), ("t", of_b))}
-    return {"a": made["a"].astype(NUMPY[dtypes[0]]), "w": made["w"].astype(NUMPY[dtypes[1]]), **scales}
-
-
-def exact(given: dict[str, Array]) -> Array:
-    a, w = (given[name].astype(np.float64) for name in "aw")
-    return multiplied(np, a, w.T, given["s"], given["t"])
+    return Operands({"a": made["a"].astype(NUMPY[dtypes[0]]), "w": made["w"].astype(NUMPY[dtypes[1]]), **scales})
 
 
 def near(y: Array, want: Array, dtype: hw.DType = hw.f32, terms: int = 1) -> None:
@@ -111,7 +118,7 @@ def test_kinds_and_shardings(ranks: int) -> None:
     program = hw.compile(product(ranks, KINDS, "MKN"))
     results = program.run(**given_to("MKN", **given))
     for (kind, _), y in zip(itertools.product(KINDS, "MKN"), results, strict=True):
-        near(y, exact(given[kind]), terms=ranks)
+        near(y, given[kind].product, terms=ranks)
     assert "composed" not in program.explain()
 
 
@@ -121,7 +128,7 @@ def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
     given = arrays("row", dtypes)
     given["s"], given["t"] = given["s"] / 256, given["t"] / 256
     program = hw.compile(product(2, ["row"], "M", out, dtypes))
-    near(program.run(**given_to("M", row=given)), exact(given), out)
+    near(program.run(**given_to("M", row=given)), given.product, out)
     is_composed = dtypes[0] == dtypes[1] == hw.f8e5m2
     assert (
         "composed of casts, a matmul and multiplications, because cuBLASLt has no product of f8e5m2" in program.explain()
@@ -132,13 +139,15 @@ def test_results_are_rounded_only_once() -> None:
     """Operands are small integers, and scales are powers of two. So all sums are exact, and results are bitwise equal to the rounded
     reference."""
     random = np.random.default_rng(0)
-    given = {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
+    given = Operands(
+        {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
+    )
     given |= {
         "s": np.exp2(random.integers(-3, 4, (M, 1))).astype(np.float32),
         "t": np.exp2(random.integers(-3, 4, (1, N))).astype(np.float32),
     }
     y = hw.compile(product(2, ["row"], "M", hw.bf16)).run(**given_to("M", row=given))
-    np.testing.assert_array_equal(y.astype(np.float64), cast(exact(given).astype(np.float32), hw.bf16).astype(np.float64))
+    np.testing.assert_array_equal(y.astype(np.float64), cast(given.product.astype(np.float32), hw.bf16).astype(np.float64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,7 +156,7 @@ def test_host_programs_compute_the_same(kind: str) -> None:
     for options in (Options(), Options(machine=OLD)):
         host = lower(product(2, [kind], "K"), options)
         assert ("scales" in str(host)) == (options.machine is None)
-        near(interpret(host, given_to("K", **{kind: given}))[0][host.outputs[0].name], exact(given), terms=64)
+        near(interpret(host, given_to("K", **{kind: given}))[0][host.outputs[0].name], given.product, terms=64)
 
 
 # --- chunk loops ------------------------------------------------------------------------------------------------------
@@ -177,7 +186,7 @@ def run_loops(fusion: Fusion, terms: int) -> None:
     given = {kind: arrays(kind, m=48) for kind in LOOPED}
     results = hw.compile(fusion).run(**{f"{name}_{kind}": array for kind in LOOPED for name, array in given[kind].items()})
     for kind, y in zip(LOOPED, results, strict=True):
-        near(y, exact(given[kind]), terms=terms)
+        near(y, given[kind].product, terms=terms)
 
 
 @pytest.mark.parametrize("ranks", [TWO, 3, FOUR, 8])
@@ -257,7 +266,7 @@ def test_numbers_of_rows_that_need_padding(algorithm: str, kind: str) -> None:
     program = hw.compile(summed)
     for m in (2, 8, 10, 36) if algorithm else (0, 1, 3, 4, 17):
         given = arrays(kind, m=m)
-        near(program.run(**given), exact(given), terms=3) if m else program.run(**given)
+        near(program.run(**given), given.product, terms=3) if m else program.run(**given)
 
 
 def test_named_sizes_of_blocks() -> None:
@@ -283,7 +292,7 @@ def test_a_bias_in_f32() -> None:
 
     assert " bias " not in str(lower(ended, Options()))
     given = arrays("row")
-    near(hw.compile(ended).run(**given, b=np.full(N, 3, np.float32)), np.maximum(exact(given) + 3, 0), terms=2)
+    near(hw.compile(ended).run(**given, b=np.full(N, 3, np.float32)), np.maximum(given.product + 3, 0), terms=2)
 
 
 # --- epilogues, layouts, errors ---------------------------------------------------------------------------------------
@@ -304,8 +313,8 @@ def test_epilogues_and_empty_operands(kind: str) -> None:
     given = arrays(kind, m=m)
     b, r = np.full(N, 3.0, ml_dtypes.bfloat16), np.full((m, N), -1.0, ml_dtypes.bfloat16)
     y, z = hw.compile(ended).run(a=given["a"], w=np.ascontiguousarray(given["w"].T), s=given["s"], t=given["t"], b=b, r=r)
-    near(y, np.maximum(exact(given) + 3, 0), hw.bf16, 2)
-    near(z, -2 * exact(given) - 1, hw.bf16, 3)
+    near(y, np.maximum(given.product + 3, 0), hw.bf16, 2)
+    near(z, -2 * given.product - 1, hw.bf16, 3)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 32, 32), (3, 0, 32), (1, 16, 16), (5, 128, 16)])
@@ -316,7 +325,7 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
 
     given = arrays("row", m=m, k=k, n=n)
     y = hw.compile(small).run(a=given["a"], w=given["w"], s=given["s"], t=given["t"].reshape(n, 1))
-    near(y, exact(given)) if m else None
+    near(y, given.product) if m else None
     assert y.shape == (m, n)
 
 
@@ -328,7 +337,7 @@ def test_sizes_that_tensor_cores_do_not_support() -> None:
         return hw.scaled_matmul(a, w.T, s, t, out_dtype=hw.f32)
 
     given, program = arrays("row", m=5, k=24, n=20), hw.compile(odd)
-    near(program.run(**given), exact(given), terms=8)
+    near(program.run(**given), given.product, terms=8)
     assert "are multiples of 16; pad them" in program.explain()
 
     @hw.fusion(a=hw.f8e4m3["M", "K"], w=hw.f8e4m3["N", "K"], s=hw.f32["M", 1], t=hw.f32[1, "N"])
@@ -344,7 +353,7 @@ def test_composed_on_a_machine_without_scales(ranks: int) -> None:
     given = {kind: arrays(kind, m=rows_of(kind)) for kind in KINDS}
     program = hw.compile(product(ranks, KINDS, "M"), options=Options(machine=OLD))
     for kind, y in zip(KINDS, program.run(**given_to("M", **given)), strict=True):
-        near(y, exact(given[kind]), terms=64)
+        near(y, given[kind].product, terms=64)
     reason = "composed of casts, a matmul and multiplications, because the GPU is old"
     assert program.explain().count(reason) == len(KINDS)
 

@@ -62,7 +62,7 @@ class _Halving(OpRewriter):
     def in_layout(self, name: str, needed: Layout) -> str:
         if layout(self.types[name]) == needed:
             return name
-        result = Value(self.names.new(f"{name}_in_order"), with_layout(self.types[name], needed))
+        result = Value(self.free_name(f"{name}_in_order"), with_layout(self.types[name], needed))
         self.emit(Op("reshard", (name,), result, location=self.op.location))
         return result.name
 

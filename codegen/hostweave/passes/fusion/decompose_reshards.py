@@ -156,7 +156,7 @@ class _Decomposition(OpRewriter):
         """Emits a step of a reshard. Returns the result of the step, or of an equal earlier step."""
         before, type = self.types[source], step.applied(self.types[source], self.mesh)
         if (source, type) not in self.done:
-            between = Value(self.names.new(f"{self.op.result.name}_{SUFFIXES[step.kind]}"), type)
+            between = Value(self.free_name(f"{self.op.result.name}_{SUFFIXES[step.kind]}"), type)
             self.emit(step.op(source, before, between, self.mesh, self.op.location))
             self.done[source, type] = between.name
         return self.done[source, type]

@@ -67,7 +67,7 @@ class _Insertion(OpRewriter):
         if partial is None or self.is_resolved_by_reshard(op.result):
             self.emit(replaced(op, result=replaced(op.result, type=type)))
             return
-        term = Value(self.names.new(f"{op.result.name}_partial"), type)
+        term = Value(self.free_name(f"{op.result.name}_partial"), type)
         self.carried |= {term.name: self.carried[op.result.name]} if op.result.name in self.carried else {}
         self.emit(replace(op, result=term))
         self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
@@ -79,7 +79,7 @@ class _Insertion(OpRewriter):
             self.emit(op)
             return
         carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
-        carried = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
+        carried = Value(self.free_name(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
         self.emit(replace(op, result=carried))
         if stream:  # The cast runs in the loop, unless a shard is complete only after the last iteration.
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
@@ -112,7 +112,7 @@ class _Insertion(OpRewriter):
             self.ops[self.ops.index(made)] = replace(made, result=wide)
             self.types[name] = wide.type
             return name
-        value = Value(self.names.new(f"{name}_{dtype}"), replace(self.types[name], dtype=dtype))
+        value = Value(self.free_name(f"{name}_{dtype}"), replace(self.types[name], dtype=dtype))
         self.emit(Op("astype", (name,), value, location=op.location))
         return value.name
 
@@ -129,11 +129,11 @@ class _Insertion(OpRewriter):
             made = next((made for made in self.ops if made.result.name == name), None)
             if made and OPS[made.kind].arity == 0 and not any(isinstance(axes, Zigzag) for axes in needed):
                 # Elements depend only on their index, so each rank computes its shard.
-                value = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=want)
+                value = replace(made.result, name=self.free_name(f"{name}_{SUFFIXES['shard']}"), type=want)
                 self.emit(replace(made, result=value))
             else:
                 steps = plan(self.types[name], want, self.mesh, self.options.sizes, op.location)
-                value = Value(self.names.new(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
+                value = Value(self.free_name(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
                 self.emit(Op("reshard", (name,), value, location=op.location))
             self.done[name, needed] = value.name
         return self.done[name, needed]

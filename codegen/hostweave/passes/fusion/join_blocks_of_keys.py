@@ -86,7 +86,7 @@ class _Joining(BlockWriter):
             lse = self.make("where", has_some, lse, float("-inf"))
         type = self.types[lse]
         whole = replace(type, dims=(Dim(type.shape[0]), *type.dims[1:]))
-        lses = Value(self.names.new(f"{lse}s"), whole)
+        lses = Value(self.free_name(f"{lse}s"), whole)
         self.emit(Op("reshard", (lse,), lses, location=self.op.location))
         return lse, lses.name
 

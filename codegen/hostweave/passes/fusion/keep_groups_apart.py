@@ -108,7 +108,7 @@ class _Apart(OpRewriter):
         if name not in self.last:
             self.emit(replace(op, operands=operands, result=replace(op.result, type=type)))
             return
-        apart = self.names.new(f"{name}_apart")
+        apart = self.free_name(f"{name}_apart")
         self.emit(replace(op, operands=operands, result=replace(op.result, name=apart, type=type)))
         self.emit(Op("sum", (apart,), op.result, attributes(axis=(0,), keepdims=False), op.location))
 

@@ -133,7 +133,7 @@ class _Moving(OpRewriter):
             self.dropped[name] = source.regrouped[name] = source.regrouped[op.tensors[0]]
         elif group := self.group_of.get(name):
             operands = {operand: self.operand(operand, group) for operand in op.tensors}
-            group.regrouped[name] = new = self.names.new(f"{name}_regrouped")
+            group.regrouped[name] = new = self.free_name(f"{name}_regrouped")
             type = replace(op.result.type, dims=tuple(map(Dim, group.want)))
             self.emit(replace(op.renamed(operands), result=replace(op.result, name=new, type=type)))
             self.emit(replace(op, kind="reshape", operands=(new,), attributes=()))

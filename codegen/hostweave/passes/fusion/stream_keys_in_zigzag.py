@@ -84,12 +84,12 @@ class _Numbering(OpRewriter):
         dim = len(type.dims) - 2
         whole = with_layout(type, tuple(() if i == dim else axes for i, axes in enumerate(layout(type))))
         how = attributes(dim=dim, axes=MeshAxes(tuple(type.dims[dim].axes)))
-        return Op("all_gather", (name,), Value(self.names.new(f"{name}_gathered"), whole), how, op.location)
+        return Op("all_gather", (name,), Value(self.free_name(f"{name}_gathered"), whole), how, op.location)
 
     def by_rank(self, op: Op, choice: Choice) -> tuple[str, ...]:
         """Operands in rank order. A loop gathers keys and values."""
         rows, *others = (self.renumbered(name, word) for name, word in zip(op.tensors, ("rows", "keys", "values"), strict=True))
-        names = choice.value, self.names.new(f"{op.tensors[2]}_gathered")
+        names = choice.value, self.free_name(f"{op.tensors[2]}_gathered")
         for name, wanted in zip(others, names, strict=True):
             gather = self.gather(name, op).result
             stream = Stream(len(gather.type.dims) - 2, choice.chosen.chunks, None, choice.chosen.algorithm)
