@@ -22,17 +22,6 @@ def meet_all(store: Store, count: int, group: str = "default", timeout: float = 
     return in_threads(count, lambda rank: meet(store, group, rank, count, timeout))
 
 
-def test_a_rendezvous_can_be_repeated(store: Store) -> None:
-    prefixes = set()
-    for group in ("default", "default", "other", "a/b", "a"):
-        worlds: list[World] = meet_all(store, 3, group)
-        assert worlds == [worlds[0]] * 3
-        assert [entry.rank for entry in worlds[0].entries] == [0, 1, 2]
-        assert [worlds[0].local_rank(rank) for rank in range(3)] == [0, 1, 2]
-        prefixes.add(worlds[0].prefix)
-    assert len(prefixes) == 5
-
-
 def test_alone() -> None:
     store = Environment({"RANK": "0", "WORLD_SIZE": "1"}).store("default", 1)
     assert isinstance(meet(store, "default", 0, 1, 1), World)

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from launched_ranks import in_threads, soon
@@ -19,7 +21,57 @@ from processes import free_port
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
-from hostweave.runtime.stores import Store, StoreClosed, TcpServer, TcpStore
+from hostweave.runtime.providers import TorchStore, _PolledTorchStore
+from hostweave.runtime.rendezvous import World, meet
+from hostweave.runtime.stores import MemoryStore, Store, StoreClosed, TcpServer, TcpStore
+
+
+class FakeTorchStore:
+    """Imitates a torch.distributed store without torch."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+
+@pytest.fixture
+def server() -> Iterator[TcpServer]:
+    server = TcpServer([("127.0.0.1", 0)], "job")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def tcp_store(server: TcpServer) -> Iterator[TcpStore]:
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    yield store
+    store.close()
+
+
+OF_TORCH = [pytest.param(kind, marks=pytest.mark.extra("torch")) for kind in ("torch file", "torch hash")]
+
+
+@pytest.fixture(params=["memory", "tcp", "torch fake", *OF_TORCH])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "memory":
+        return MemoryStore()
+    if request.param == "tcp":
+        found: Store = request.getfixturevalue("tcp_store")
+        return found
+    if request.param == "torch fake":
+        return _PolledTorchStore(FakeTorchStore())
+    import torch.distributed as dist
+
+    kept = dist.FileStore(str(tmp_path / "store"), -1) if request.param == "torch file" else dist.HashStore()
+    return TorchStore(kept, rank=0, count=1).store("default", 1)
 
 
 def test_a_value_stays_until_it_is_replaced(store: Store) -> None:
@@ -351,3 +403,14 @@ def test_many_clients_connect_and_wait_at_the_same_time(server: TcpServer) -> No
         return found
 
     assert in_threads(64, exchange) == [bytes(range(64))] * 64
+
+
+def test_a_rendezvous_can_be_repeated(store: Store) -> None:
+    prefixes = set()
+    for group in ("default", "default", "other", "a/b", "a"):
+        worlds: list[World] = in_threads(3, lambda rank, group=group: meet(store, group, rank, 3, 10))
+        assert worlds == [worlds[0]] * 3
+        assert [entry.rank for entry in worlds[0].entries] == [0, 1, 2]
+        assert [worlds[0].local_rank(rank) for rank in range(3)] == [0, 1, 2]
+        prefixes.add(worlds[0].prefix)
+    assert len(prefixes) == 5
