@@ -436,7 +436,7 @@ def test_in_a_capture_of_cuda() -> None:
 
 
 def test_in_a_graph_of_cupy() -> None:
-    cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cupy13]'")
+    cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cuda13]'")
 
     def body(rank: int, group: hw.Group) -> None:
         mine, program = Rank(rank, 1), mlp_on(1)

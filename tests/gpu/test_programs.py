@@ -167,7 +167,7 @@ def test_the_current_stream_of_torch_is_waited_for() -> None:
 
 
 def test_cupy() -> None:
-    cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cupy13]'")
+    cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cuda13]'")
     fusion, program = flat_matmul(hw.f32)
     arrays = integer_arrays(fusion, sizes_of(fusion, times=8), seed=0)
     (want,) = run_reference(fusion, arrays)
