@@ -125,8 +125,8 @@ def test_kinds_and_shardings(ranks: int) -> None:
 @pytest.mark.parametrize("out", [hw.bf16, hw.f16], ids=str)
 @pytest.mark.parametrize("dtypes", [(hw.f8e4m3, hw.f8e5m2), (hw.f8e5m2, hw.f8e4m3), (hw.f8e5m2, hw.f8e5m2)], ids=str)
 def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
-    given = arrays("row", dtypes)
-    given["s"], given["t"] = given["s"] / 256, given["t"] / 256
+    large = arrays("row", dtypes)
+    given = Operands(large, s=large["s"] / 256, t=large["t"] / 256)
     program = hw.compile(product(2, ["row"], "M", out, dtypes))
     near(program.run(**given_to("M", row=given)), given.product, out)
     is_composed = dtypes[0] == dtypes[1] == hw.f8e5m2
