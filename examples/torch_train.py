@@ -6,7 +6,6 @@ initial weights, and learns to count. The forward and the backward pass are one 
 
 import argparse
 
-import torch
 import torch.distributed
 import transformers
 
@@ -19,6 +18,7 @@ PLAN = {
     "mlp.c_fc.weight": "-, tp",  # columns of the MLP; the rest is inferred
     "mlp.c_fc.bias": "tp",
     "mlp.c_proj.weight": "tp, -",
+    "lm_head": "dp, -, -",  # a rank has the logits of its rows only
 }
 
 
