@@ -11,7 +11,6 @@ from compiled_fusions import compiled, expect, integer_arrays, lowered, random_a
 from cuda_here import needs_cuda
 
 import hostweave as hw
-from hostweave.base.paths import RUNTIME
 from hostweave.build.nvrtc import Nvrtc, units_of
 from hostweave.check.sizes import sizes_to_check
 from hostweave.fusion_ir.ir import Fusion
@@ -244,13 +243,6 @@ def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_limits_are_those_of_the_runtime() -> None:
-    header = (RUNTIME / "include" / "hostweave" / "terms.h").read_text()
-    assert f"kExchangeRanks = {ir.EXCHANGE_RANKS};" in header
-    assert f"kExchangeBytes = int64_t{{{ir.EXCHANGE_BYTES >> 10}}} << 10;" in header
-    assert f"kBlockBytes = int64_t{{{ir.BLOCK_BYTES >> 20}}} << 20;" in header
 
 
 @needs_cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,9 +157,3 @@ def test_both_branches_are_checked() -> None:
     for fusion in (gated(hw.f32), gated(hw.f32, 2)):
         rows = [sizes["T"] for sizes in sizes_to_check(lowered(fusion))]
         assert min(rows) <= ir.FEW_ROWS < max(rows)
-
-
-def test_limits_of_rows_are_equal_in_python_and_cpp() -> None:
-    threads = (RUNTIME / "include/hostweave/threads.h").read_text()
-    found = re.findall(r"(?:kFewRows|kFewScaledRows|kProducts) = (\d+);", threads)
-    assert found == [str(ir.FEW_ROWS), str(ir.FEW_SCALED_ROWS), str(ir.PRODUCTS)]
