@@ -1,15 +1,23 @@
-"""Helpers for tests that compare the text of a fusion before and after a pass."""
+"""Fusions as text, before and after passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hostweave.fusion_ir.ir import Fusion
+from hostweave.communication.steps import Dataflow
+from hostweave.fusion_ir.ir import ChunkLoop, Fusion
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
-from hostweave.pipeline import level_of
+from hostweave.passes.lower.lower_to_host import lower_to_host
+from hostweave.pipeline import PASSES, level_of
 
 Pass = Callable[[Fusion, Options], Fusion]
+# A gather before a matmul, and a reduce-scatter after a matmul: inputs and ops.
+GATHER = "%x: bf16[M@x, K], %w: bf16[K, N]", "%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))\n%y: bf16[M, N] = matmul(%g, %w)"
+SCATTER = (
+    "%x: bf16[M, K@x], %w: bf16[K@x, N]",
+    "%h: bf16[M, N] partial(sum, x) = matmul(%x, %w)\n%y: bf16[M@x, N] = reduce_scatter(%h, dim=0, axes=(x), reduction=sum)",
+)
 
 
 def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
@@ -27,3 +35,16 @@ def check(apply: Pass, inputs: str, before: str, after: str, mesh: str = "x=8") 
     verify_fusion(result, after=level_of(apply.__name__))
     lines, wanted = ([line.strip() for line in text.splitlines()] for text in (str(result), after.strip()))
     assert lines[1 : -1 if wanted[-1].startswith("return") else -2] == wanted
+
+
+def flow(inputs: str, ops: str) -> Dataflow:
+    """Dataflow of a fusion on 4 ranks after the passes that precede lower_to_host."""
+    result = fusion(inputs, ops, "x=4")
+    for apply in PASSES[: PASSES.index(lower_to_host)]:
+        result = apply(result, Options())
+    return Dataflow(result)
+
+
+def names_in_loops(dataflow: Dataflow) -> list[list[str]]:
+    """Names of the results of each chunk loop, and of each op outside of loops."""
+    return [[op.result.name for op in (item.ops if isinstance(item, ChunkLoop) else (item,))] for item in dataflow.fusion.body]

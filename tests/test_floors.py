@@ -157,8 +157,8 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_each_pass_has_a_test_file_that_names_it() -> None:
-    """Each pass has a test file with its name. Each folder of tests is a folder of the package, one of `others`, or a direct subfolder of
-    such a folder."""
+    """Each pass has a test file with its name. Each folder of the package has a folder of tests. Each other folder of tests is one of
+    `others`, or a direct subfolder of such a folder."""
     tests = Path(__file__).parent
     folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
@@ -166,6 +166,8 @@ def test_each_pass_has_a_test_file_that_names_it() -> None:
     # The folders in `others` have tests of whole programs and of C++.
     others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}
     mine = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path()}
+    folders_of_tests = {folder.parts[0] for folder in mine}
+    assert {"pytorch" if name == "torch" else name for name in FLOOR_OF if (PACKAGE / name).is_dir()} <= folders_of_tests
     known = packages - {Path()} | {*map(Path, others)}
     assert [folder for folder in mine if folder not in known and folder.parent not in known] == []
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from fusion_text import fusion
+
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import Streams
 from hostweave.options import Options
 from hostweave.passes.lower.lower_to_host import lower_to_host
@@ -205,3 +211,15 @@ fusion @f(%x: f32[M]) {{
 }}
 """)
     assert lower(stage, Options()).streams == (Streams("ring", streams),)
+
+
+def test_a_short_loop_forks_the_streams_that_it_uses() -> None:
+    """A loop with few iterations forks and joins only the streams that it uses. The check detects a missing fork or join."""
+    short = fusion("%x: f32[M, N]", "%h: f32[M, N] stream(M, 2) = negative(%x)\n%y: f32[M, N] stream(M, 6) = exp(%h)", "x=4")
+    host = lower(short, Options())
+    assert [i.first for i in host.body if isinstance(i, ir.Fork | ir.Join)] == [2, 2, None, None]
+    check(host)
+    for kind in (ir.Fork, ir.Join):
+        fewer = tree.rewrite(host.body, lambda i, kind=kind: replace(i, first=1) if isinstance(i, kind) and i.first else None)  # type: ignore[misc]
+        with pytest.raises(ProgramError):
+            check(replace(host, body=fewer))

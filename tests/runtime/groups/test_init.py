@@ -40,7 +40,6 @@ from hostweave.runtime.arrays import NumpyLibrary
 from hostweave.runtime.checked_call import Arguments
 from hostweave.runtime.cpu import seeded
 from hostweave.runtime.windows import Windows
-from hostweave.targets.cuda import handle_of
 from hostweave.targets.target import find_target
 
 # --- success ----------------------------------------------------------------------------------------------------------
@@ -376,17 +375,6 @@ def test_a_group_of_another_size() -> None:
     errors = on_ranks(lambda rank: AG_MATMUL(x_of(rank), W), count=2)
     assert [type(error) for error in errors] == [ArgumentError] * 2
     assert all("the program is for the 4 ranks of mesh(x=4), but group 'default' has 2; start 4 ranks" in str(error) for error in errors)
-
-
-def test_streams_of_other_libraries() -> None:
-    class Protocol:
-        def __cuda_stream__(self) -> tuple[int, int]:
-            return 0, 7
-
-    assert [handle_of(one) for one in (0, 5, SimpleNamespace(cuda_stream=6), Protocol(), SimpleNamespace(ptr=8))] == [0, 5, 6, 7, 8]
-    with pytest.raises(TypeError) as caught:
-        handle_of("main")
-    assert str(caught.value) == "stream=: expected an int, a stream of PyTorch or CuPy, or one with __cuda_stream__, got str"
 
 
 def test_an_error_in_a_librarys_stream_is_not_the_callers() -> None:
