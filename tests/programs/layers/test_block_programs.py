@@ -186,6 +186,17 @@ def test_programs_do_not_grow_with_the_number_of_layers() -> None:
     assert calls[1] < 1.5 * calls[0]
 
 
+def test_time_to_trace_is_linear_in_the_number_of_layers() -> None:
+    """Tracing 128 layers, each with two donated caches, takes less than 8 times the Python calls of 8 layers."""
+    module = load_file(EXAMPLES / "llama.py")
+    calls = []
+    for count in (8, 128):
+        with Profile() as profile:
+            module.program(module.Config(num_hidden_layers=count), 8)
+        calls.append(sum(entry.callcount for entry in profile.getstats()))
+    assert calls[1] < 8 * calls[0]
+
+
 def deep(ranks: int, w: str = "w_{}", b: str = "b_{}", numbers: Sequence[int] = range(1, 6)) -> Fusion:
     """Five calls with different weights, and two calls with the same weights. Ranks may have different numbers of rows."""
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from hostweave.base.errors import Location, ProgramError, did_you_mean
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
-from hostweave.types.tensor import Dim
 
 Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or input -> index of the result
 
@@ -29,7 +29,25 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
             raise ProgramError(f"{here}: donate: {name!r} is not an input; {did_you_mean(str(name), inputs)}", location)
         if names.count(name) > 1:
             raise ProgramError(f"{here}: donate: {name} is named twice; name it once", location)
-    open_ = {name: _candidates(here, trace, inputs[name], name, outputs, donate, location) for name in names}
+    alike: dict[object, list[int]] = {}  # numbers of the outputs of each kind
+    for number, output in enumerate(outputs):
+        alike.setdefault(_kind(output), []).append(number)
+    needed = cache(lambda number: trace.needed_for([outputs[number]]))
+
+    def candidates(name: str) -> list[int]:
+        given = inputs[name]
+        of_kind = alike.get(_kind(given), [])
+        fitting = [number for number in of_kind if not outputs[number]._value.pinned or outputs[number].type.fills(given.type)]
+        if isinstance(donate, Mapping):
+            if donate[name] not in fitting:
+                why = f"result {donate[name]!r} does not have the type of {name}, {given.type}"
+                known = ", ".join(map(str, fitting)) or "none"
+                raise ProgramError(f"{here}: donate: {why}; results that do: {known}", location)
+            return [donate[name]]
+        numbers = [number for number in fitting if given._value.name in needed(number)]
+        return [number for number in numbers if outputs[number].shape == given.shape] or numbers
+
+    open_ = {name: candidates(name) for name in names}
     chosen: dict[int, str] = {}
     while open_:
         sure = next((name for name, numbers in open_.items() if len(numbers) == 1), None)
@@ -49,25 +67,9 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     return tuple(chosen.get(number, "") for number in range(len(outputs))) if chosen else ()
 
 
-def _candidates(
-    here: str, trace: _Trace, given: Tensor, name: str, outputs: list[Tensor], donate: Donated, location: Location
-) -> list[int]:
-    alike = [number for number, output in enumerate(outputs) if _takes(output, given)]
-    if isinstance(donate, Mapping):
-        wanted = donate[name]
-        if wanted not in alike:
-            fitting = ", ".join(map(str, alike)) or "none"
-            why = f"result {wanted!r} does not have the type of {name}, {given.type}"
-            raise ProgramError(f"{here}: donate: {why}; results that do: {fitting}", location)
-        return [wanted]
-    numbers = [number for number in alike if given._value.name in trace.needed_for([outputs[number]])]
-    return [number for number in numbers if outputs[number].shape == given.shape] or numbers
-
-
-def _takes(output: Tensor, given: Tensor) -> bool:
-    """True if the output has the input's dtype, mesh and dims (in any order), and the user stated no sharding or the input's sharding."""
-    a, b = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (output.type, given.type))
-    return a.fills(b) and (not output._value.pinned or output.type.fills(given.type))
+def _kind(tensor: Tensor) -> object:
+    """Dtype, mesh and dims, without the order and the shardings of the dims."""
+    return tensor.dtype, tensor.type.mesh, tuple(sorted(map(str, tensor.type.shape)))
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
