@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -44,11 +44,11 @@ class Location:
 
     @staticmethod
     def of_caller(*others: str) -> Location:
-        """The location of `stated_location`, otherwise the location of the innermost frame outside of this package and of the paths
-        `others`."""
+        """The location of `stated_location`, otherwise the location of the innermost frame outside of this package, of `contextlib` and of
+        the paths `others`."""
         if (stated := _stated.get()) is not None:
             return stated
-        frame = sys._getframe(1)
+        frame, others = sys._getframe(1), (contextlib.__file__, *others)
         while frame.f_back is not None and (is_of_package(frame) or frame.f_code.co_filename.startswith(others)):
             frame = frame.f_back
         path, line = frame.f_code.co_filename, frame.f_lineno
@@ -59,7 +59,7 @@ class Location:
 _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
     """Makes `Location.of_caller` return `location`, unless `location` is None."""
     token = _stated.set(location)

@@ -2,6 +2,7 @@
 
 import operator
 import re
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,13 @@ _NOTE = "Gradient addition node due to"  # torch appends this note to the line o
 
 
 OF_TORCH = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
+_OF_PYTHON = re.compile(re.escape(sysconfig.get_path("stdlib")) + "/(?!site-packages/|dist-packages/)")
 
 
 def location(node: Node) -> Location | None:
     """The user's line that created a node. Without a user's line, the last line of the stack."""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].startswith((*OF_TORCH, "<"))] or frames
+    own = [frame for frame in frames if not frame[0].startswith((*OF_TORCH, "<")) and not _OF_PYTHON.match(frame[0])] or frames
     if not own:
         return None
     path, line, text = own[-1]

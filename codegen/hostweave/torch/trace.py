@@ -110,7 +110,8 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
     """Reshards an output to its sharding in `graph.results`. A new value of a written tensor gets the sharding of this tensor later."""
     axes = graph.default_axes(node) if graph.results is None else graph.results[number]
-    return value if axes is None or number < len(graph.written) else resharded(value, axes)
+    with stated_location(location(node)):
+        return value if axes is None or number < len(graph.written) else resharded(value, axes)
 
 
 def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:

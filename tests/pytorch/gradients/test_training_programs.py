@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from typing import Any
 
@@ -117,6 +118,8 @@ def test_results_are_named_by_the_module_and_views_of_arguments_are_not_saved() 
     assert [result.name for result in backward.results] == ["gradient_head_weight", "gradient_head_bias"]
     assert {"gradient_loss", "gradient_logits", "labels"} <= {argument.name for argument in backward.arguments}
     assert not [result.name for result in program.results if "view" in result.name]
+    for sources in (compiled.program.sources, compiled.backward.sources):  # the lines above collectives are the module's too
+        assert all(line in inspect.getsource(Classifier) for line in re.findall(r"// \S+\.py:\d+  (.{,30})", sources["program.cpp"]))
 
 
 class Mixer(nn.Module):

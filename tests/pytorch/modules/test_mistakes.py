@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -332,9 +333,10 @@ def test_more(sharded: Any, op: Any, call: Callable[[Any, Any], Any], message: s
 
 
 def test_a_user_folder_named_torch() -> None:
-    """Lines in the user's folder `torch` are the user's. Lines of the installed PyTorch are not."""
+    """Lines in the user's folder `torch` are the user's. Lines of the installed PyTorch and of Python's library are not."""
     graph = torch.fx.Graph()
     node = graph.placeholder("x")
-    steps = [("/home/me/torch/model.py", 3, "y = f(x)"), (torch.nn.functional.__file__, 9, "return g(x)")]
+    libraries = torch.nn.functional.__file__, contextlib.__file__
+    steps = [("/home/me/torch/model.py", 3, "y = f(x)"), *((file, 9, "return g(x)") for file in libraries)]
     node.meta["stack_trace"] = "".join(f'  File "{file}", line {line}, in forward\n    {text}\n' for file, line, text in steps)
     assert str(location(node)).startswith("model.py:3")
