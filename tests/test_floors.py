@@ -17,6 +17,7 @@ import pytest
 from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
 from hostweave.communication.algorithms import ALGORITHMS
 from hostweave.host_ir import ir, tree
+from hostweave.kernel_ir.pipeline import PASSES as PASSES_OF_KERNELS
 from hostweave.pipeline import PASSES
 from hostweave.targets.target import NAMES
 from hostweave.transports.transport import NAMES as TRANSPORTS
@@ -157,10 +158,10 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_each_pass_has_a_test_file_that_names_it() -> None:
-    """Each pass has a test file with its name. Each folder of the package has a folder of tests. Each other folder of tests is one of
-    `others`, or a direct subfolder of such a folder."""
+    """Each pass of programs and of kernels has a test file with its name. Each folder of the package has a folder of tests. Each other
+    folder of tests is one of `others`, or a direct subfolder of such a folder."""
     tests = Path(__file__).parent
-    folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
+    folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in (*PASSES, *PASSES_OF_KERNELS)}
     assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
     packages = {path.parent.relative_to(PACKAGE) for path in modules()}
     # The folders in `others` have tests of whole programs and of C++.

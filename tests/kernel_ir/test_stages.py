@@ -7,19 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kernel_changes import kernel_of
 from lowered_fusions import GOLDEN
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op, Value
-from hostweave.host_ir import tree
-from hostweave.host_ir.ir import Launch, buffer_types
 from hostweave.kernel_ir.loops import Loops
 from hostweave.kernel_ir.pipeline import PASSES, stages
-from hostweave.options import Options
-from hostweave.pipeline import lower
 from hostweave.types.machine import H200, Machine
-from hostweave.types.tensor import BufferType
 
 FOLDER = GOLDEN / "kernels"
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -47,10 +43,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 def stages_of(name: str, machine: Machine = H200) -> list[tuple[str, Loops]]:
     function, specs = CASES[name]
-    host = lower(hw.fusion(**specs)(function), Options())
-    (kernel,), types = host.kernels, buffer_types(host)
-    (launch,) = (i for i in tree.walk(host.body) if isinstance(i, Launch))
-    return stages(kernel, [types[name] for name in (*launch.srcs, *launch.dsts)], machine)
+    return stages(*kernel_of(function, **specs), machine)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,8 +72,7 @@ def test_tiles_that_do_not_fill_the_machine_have_more_threads(multiprocessors: i
 
 def test_ops_that_need_two_kernels_are_refused() -> None:
     function, specs = CASES["column_sum"]
-    (kernel,) = lower(hw.fusion(**specs)(function), Options()).kernels
+    kernel, buffers = kernel_of(function, **specs)
     sums = Op("cumsum", ("y",), Value("z", kernel.results[0].type), (("axis", 0),))
-    buffers = [BufferType(p.type.dtype, p.type.shape) for p in (*kernel.inputs, *kernel.results)]
     with pytest.raises(ProgramError, match="kernel @sum_y: %z needs all elements along a dim at once; split it"):
         stages(replace(kernel, ops=(*kernel.ops, sums)), buffers, H200)
