@@ -93,14 +93,13 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
 
 
 def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[Guarded]:
-    """Checks of tensors. A loop checks parameter groups. If a group binds sizes, its first tensor is also checked before the loop."""
+    """Checks of tensors. A loop checks parameter groups. The first tensor of a group binds sizes before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     # The sizes of tensors on parts of the mesh come first, so that checks with one condition share a block.
     yield from (("", line) for x in arguments if x.on for line in x.sizes)
     for x in arguments:
-        structs = context.struct_of.get(x.parameter)
-        if structs is None or x.sizes:
-            yield from replace(x, again=x.again and structs is None, sizes=() if x.on else x.sizes).statements()
+        structs, sizes = context.struct_of.get(x.parameter), () if x.on else x.sizes
+        yield from (("", line) for line in sizes) if structs else replace(x, sizes=sizes).statements()
         if structs and last[structs.field] is x:
             index, each = context.index, context.names.of("each", "struct of an array")
             yield "", f"for (int64_t {index} = 0; {index} < {structs.count}; ++{index}) {{"

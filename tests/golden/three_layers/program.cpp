@@ -22,7 +22,6 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
   const int64_t E = in.x.dim(1);
-  in.layers[0].w_in.expect("w_in_0", CUDA_R_16BF, {E, hw::kAny}, rank_.device(), "bf16[E, local(F, x)]");
   const int64_t F = in.layers[0].w_in.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   for (int64_t member = 0; member < 3; ++member) {
