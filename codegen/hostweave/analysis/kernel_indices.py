@@ -307,7 +307,7 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # Any thread may send any element of the operand.
         return False
-    products = [op for op in kernel.ops if op.kind == "matmul"]
+    products = [op for op in kernel.ops if OPS[op.kind].is_product]
     operands = {name for op in products for name in op.tensors}
     if read.name in operands:
         return False

@@ -9,6 +9,7 @@ from hostweave.emit.kernel_loops import LoopPrinter
 from hostweave.emit.kernels import EmittedKernel, KernelEmitter
 from hostweave.emit.sections import Section
 from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
 from hostweave.kernel_ir.index_space import index_space
@@ -18,7 +19,7 @@ from hostweave.types.tensor import BufferType, strides_of
 
 
 def multiplies(kernel: ir.Kernel) -> bool:
-    return kernel.ops[0].kind == "matmul"
+    return OPS[kernel.ops[0].kind].is_product
 
 
 class _EachElement(LoopPrinter):
@@ -35,8 +36,8 @@ class ProductEmitter(KernelEmitter):
     loops: _EachElement
 
     def __init__(self, kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, name: str):
-        self.products = [op for op in kernel.ops if op.kind == "matmul"]
-        end = tuple(op for op in kernel.ops if op.kind != "matmul")
+        self.products = [op for op in kernel.ops if OPS[op.kind].is_product]
+        end = tuple(op for op in kernel.ops if op not in self.products)
         made = [ir.Parameter(op.result.name, op.result.type) for op in self.products]
         operands = {name for op in self.products for name in op.tensors}
         self.given = dict(zip((p.name for p in kernel.inputs), buffers, strict=False))

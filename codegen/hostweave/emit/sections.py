@@ -166,7 +166,7 @@ class Section:
     def rounded(self, name: str) -> str:
         text, dtype = self.value(name), self.kernel.types[name].dtype
         op = None if name in self.kernel.pointers else self.kernel.made[name]
-        return f"hw::rounded<{dtype.cpp}>({text})" if op and op.kind != "astype" and _is_small_float(dtype) else text
+        return f"hw::rounded<{dtype.cpp}>({text})" if op and not OPS[op.kind].is_cast and _is_small_float(dtype) else text
 
     def operands(self, name: str) -> Iterator[str]:
         """Operands that this scope must compute before the value."""
@@ -229,7 +229,7 @@ class Section:
         is_short = not OPS[op.kind].cost or self.is_total(op) or (self.is_wide and bool(OPS[op.kind].parts))
         if _is_small_float(dtype):  # Small floats are f32 in registers. An explicit cast rounds them.
             text = text if compute_type(computed) == "float" else f"float({text})"
-            return (f"hw::rounded<{dtype.cpp}>({text})" if op.kind == "astype" else text), is_short
+            return (f"hw::rounded<{dtype.cpp}>({text})" if OPS[op.kind].is_cast else text), is_short
         return _converted(text, computed, dtype), is_short and dtype != bool_
 
     def stored(self, op: Op) -> str:
@@ -259,7 +259,7 @@ class Section:
 
     def is_same(self, op: Op) -> bool:
         """True if the C++ of the result is the C++ of the operand, as in a reduction of a dim of size 1."""
-        if not op.tensors or OPS[op.kind].target == "dtype":
+        if not op.tensors or OPS[op.kind].is_cast:
             return False
         if op == self.kernel.kernel.exchanges:  # hw::Terms delivers the sum.
             return True
@@ -298,7 +298,7 @@ class Section:
         texts = [value(o) if isinstance(o, str) else number(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
         if self.outer and OPS[op.kind].prepared and op.operands[-1] in {*self.kernel.ir.prepared} & {*self.hoisted}:
             texts[-1] = self.outer.prepared(op)
-        return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
+        return self.kernel.cpp(op, texts), types[-1].dtype if OPS[op.kind].is_cast else dtype
 
     def joined(self, op: Op, is_moved: bool = False) -> str:
         """C++ of an element of a concat or pad. The type of the C++ is the storage type if `is_moved`, otherwise the compute type.

@@ -78,7 +78,7 @@ def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic
     keywords: dict[str, Any] = {**bound_attributes(op, sizes), **stated}
     if op.callee:
         keywords["run"] = partial(_repeat if op.kind == "repeat" else _call, op, sizes, arithmetic)
-    if op.kind == "astype":
+    if definition.is_cast:
         return arithmetic.cast(operands[0], type.dtype)
     return arithmetic.apply(partial(arithmetic.function(op), arithmetic.np, **keywords), *operands)
 

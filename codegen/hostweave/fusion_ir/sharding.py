@@ -149,7 +149,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
     """True if the op can be applied to the terms of partial operands before the terms are added. An `astype` must not round the terms."""
     partial = [type.partial is not None for type in operands]
-    if op.kind == "astype":
+    if OPS[op.kind].is_cast:
         before, after = operands[0].dtype, op.result.type.dtype
         return before.kind == after.kind == "float" and (before == after or before.itemsize < after.itemsize)
     return {"first": partial[0] and not any(partial[1:]), "factors": sum(partial) == 1, "terms": all(partial)}.get(

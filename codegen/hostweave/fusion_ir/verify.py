@@ -209,7 +209,7 @@ def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
 def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
     made = {item.result.name: item for item in fusion.body if isinstance(item, Op)}
     gather = made.get(loop.gathered)
-    if gather is None or gather.kind != "all_gather" or not gather.result.is_async or loop.ops[0].kind != "matmul":
+    if gather is None or gather.kind != "all_gather" or not gather.result.is_async or not OPS[loop.ops[0].kind].is_plain_product:
         return f"%{loop.gathered} is not an async all_gather whose shards a matmul reads"
     ranks = fusion.mesh.size_of(step_of(gather).axes)
     return "" if loop.steps == Size(ranks) else f"it has {loop.steps} steps; write one per shard, {ranks}"

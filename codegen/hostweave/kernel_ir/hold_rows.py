@@ -80,7 +80,7 @@ def _expensive(loops: Loops) -> tuple[str, ...]:
         used = (*_roots(walk), *(operand for name in now if name not in before for operand in _operands(made[name])))
         for name in dict.fromkeys(used):
             if name in before and name in now and name not in loops.space.parts:
-                while made[name].kind == "astype" and not loops.is_rounded(name) and made[name].tensors[0] in made:
+                while OPS[made[name].kind].is_cast and not loops.is_rounded(name) and made[name].tensors[0] in made:
                     (name,) = made[name].tensors
                 cost = sum(OPS[made[one].kind].cost for one in _needed(loops, (name,)) if one in made)
                 found += [name] if cost >= EXPENSIVE or loops.is_rounded(name) else []

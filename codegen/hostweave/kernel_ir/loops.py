@@ -132,7 +132,7 @@ class Loops:
 
     def is_rounded(self, value: str) -> bool:
         """True if the value is a cast to a float of at most 16 bits. Results of other ops stay in f32 until the store."""
-        return self.kernel.made[value].kind == "astype" and self.is_f32(value) and self.dtype(value).itemsize < 4
+        return OPS[self.kernel.made[value].kind].is_cast and self.is_f32(value) and self.dtype(value).itemsize < 4
 
     def held_bytes(self, name: str) -> int:
         return 4 if self.is_f32(name) and name not in self.memory else self.dtype(name).itemsize

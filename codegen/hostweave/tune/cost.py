@@ -119,10 +119,9 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
         product = grouped_product(groups[-1], x[-2:], other, op.kind == OUTER, types[op.tensors[0]].dtype)
         return replace(product, count=product.count * prod(groups[:-1]))
     left, result = (list(map(float, local_dims(types[name], fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
-    contracted = op[CONTRACTED] if op.kind == "matmul" else 1
-    inner = prod(left[len(left) - contracted :])
+    inner = prod(left[-op[CONTRACTED] :])
     # If all batches share one matrix, their rows form one matmul.
-    is_one = len(types[op.tensors[1]].dims) == contracted + 1
+    is_one = len(types[op.tensors[1]].dims) == op[CONTRACTED] + 1
     rows = prod(result[:-1]) if is_one else result[-2]
     return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], types[op.tensors[0]].dtype, tf32)
 

@@ -245,7 +245,7 @@ def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
     if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
         name, dim = user.result.name, user[ORDER].index(dim)
         user = uses[name][0]
-    if user is None or user.kind != "matmul" or user.result.stream or user.operands[1] != name:
+    if user is None or not OPS[user.kind].is_plain_product or user.result.stream or user.operands[1] != name:
         return None
     is_last = dim == len(types[name].dims) - 1 and not types[name].dims[-1].axes
     return user if is_last and user.result.type.mesh is None and user.result.type.partial is None else None

@@ -376,7 +376,7 @@ def _count_elements(fusion: Fusion, items: tuple[tuple[str, int], ...]) -> float
         made: float = prod(global_shape(op.result.type, sizes))
         if OPS[op.kind].is_product:
             shape = fusion.types[op.tensors[0]].shape
-            terms = shape[-2:-1] if op.kind == OUTER else shape[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
+            terms = shape[-2:-1] if op.kind == OUTER else shape[-op[CONTRACTED] :]
             made *= 1 + prod(size.bind(sizes) for size in terms) / 100
         total += made
     return total

@@ -96,6 +96,15 @@ class OpDef:
     written: str = ""  # Python operator: `a + b`
     is_public: bool = False  # the public function of this op is generated from this entry
 
+    @property
+    def is_plain_product(self) -> bool:
+        """True for a matrix product of two operands, without scales and groups."""
+        return self.is_product and self.arity == 2
+
+    @property
+    def is_cast(self) -> bool:
+        return self.target == "dtype"
+
     def cpp_for(self, dtype: DType, is_fast: bool) -> str:
         """C++ for operands of this dtype. `is_fast` is True if the result is rounded to at most 16 bits."""
         if dtype.kind != "float":

@@ -17,6 +17,7 @@ from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED, ORDER
 from hostweave.fusion_ir.rewriting import eliminate_dead_code
 from hostweave.options import Options
@@ -43,7 +44,7 @@ class _Merging(OpRewriter):
         self.made = fusion.made
 
     def add(self, op: Op) -> None:
-        if op.kind == "matmul" and op[CONTRACTED] == 1 and len(op.tensors) == 2:
+        if CONTRACTED in OPS[op.kind].attributes and op[CONTRACTED] == 1 and len(op.tensors) == 2:
             a, b = map(self.merged, op.tensors)
             k, k_of_b = ([self.types[of.source].shape[dim] for dim in dims] for of, dims in ((a, a.dims[-1]), (b, b.dims[-2])))
             if len(k) > 1 and k == k_of_b:

@@ -115,7 +115,7 @@ class _Groups:
     def has_epilogue(self, op: Op, group: _Group) -> bool:
         """True if `op` is a matmul, and an op of the group may be its epilogue."""
         readers = (user for user in self.uses[op.result.name] if user and user.result.name in group.names)
-        return OPS[op.kind].is_product and any(user.kind != "astype" for user in readers)
+        return OPS[op.kind].is_product and not all(OPS[user.kind].is_cast for user in readers)
 
 
 class _Moving(OpRewriter):

@@ -296,7 +296,7 @@ def _is_free(kernel: ir.Kernel) -> bool:
     """True if a recomputation takes about as long as a load of the result, or less. Casts that do not narrow qualify. Cheap
     formulas qualify if they have no inputs, or inputs of fewer bytes than the result."""
     inputs, ops, (result, *others) = kernel.inputs, kernel.ops, (result.type for result in kernel.results)
-    if len(inputs) == 1 and not others and all(op.kind == "astype" for op in ops):
+    if len(inputs) == 1 and not others and all(OPS[op.kind].is_cast for op in ops):
         return inputs[0].type.dtype.itemsize <= result.dtype.itemsize
     whole = sum(p.type.dtype.itemsize for p in inputs if product(p.type.shape) == product(result.shape))
     is_short = not others and result.dtype.kind == "float" and 0 < whole < result.dtype.itemsize

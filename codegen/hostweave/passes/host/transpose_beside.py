@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place
 from hostweave.fusion_ir.ir import Value
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.kernel_ir.loops import BY_TILE
@@ -87,7 +88,7 @@ def _rounded_apart(kernel: ir.Kernel) -> ir.Kernel:
     """Replaces the transpose of a cast by the cast of a transpose. The store of 8-bit floats then rounds two elements at once."""
     *ops, last = kernel.ops
     cast = next(op for op in ops if op.result.name == last.operands[0])
-    if cast.kind != "astype":
+    if not OPS[cast.kind].is_cast:
         return kernel
     (wide,), name = cast.tensors, f"{last.result.name}_wide"
     turned = replace(last, operands=(wide,), result=Value(name, replace(last.result.type, dtype=kernel.types[wide].dtype)))

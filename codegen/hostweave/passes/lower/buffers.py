@@ -81,9 +81,8 @@ class Buffers:
         dim, keeps = self.flow.map(op).operand_dim(number, stream.dim), keeps_dim(op)
         if dim is not None:
             return self.chunk(name, dim, steps, keeps)
-        buffer, rank = self.buffer_of(name), len(self.flow.types[name].dims)
-        if op.kind == "matmul":
-            rank -= op[CONTRACTED] - 1  # The contracted dims are merged into one.
+        # The contracted dims of a matmul are merged into one.
+        buffer, rank = self.buffer_of(name), len(self.flow.types[name].dims) - (op[CONTRACTED] - 1)
         position = stream.dim - (len(op.result.type.dims) - rank)
         if keeps:
             position = rank - 2  # Shards of M or N are stacked before the matrix.
