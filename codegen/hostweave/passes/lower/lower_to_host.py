@@ -77,8 +77,8 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
     found = {fusion.name: names}
     for body in (fusion, *reversed(fusion.functions)):  # Callers come before callees.
         for op in body.ops:
-            if op.kind in ("call", "repeat") and op.callee:
-                carried = (*op[CARRIED], *op[LAGGED]) if op.kind == "repeat" else ()  # Calls of a repeat pass different memory.
+            if op.callee and op.kind != "output":
+                carried = (*op[CARRIED], *op[LAGGED])  # Calls of a repeat pass different memory.
                 numbered = enumerate(zip(op.callee.inputs, op.operands, strict=False))
                 given = frozenset(value.name for at, (value, operand) in numbered if operand in found[body.name] and at not in carried)
                 found[op.callee.name] = found.get(op.callee.name, given) & given
@@ -98,6 +98,13 @@ class _Lowering:
         self.scaled = ScaledMatmuls(self.kernels, self.b)
         self.repeats = RepeatLowering(flow, self.buffers, self.b)
         self.lowering: Lowering | None = None  # communication of the current loop
+        self.by_kind = {  # how to compute an op; one kernel computes each op of another kind
+            "matmul": self.matmul,
+            "scaled_matmul": self.scaled_matmul,
+            **dict.fromkeys(GROUPED, self.grouped),
+            "collective_permute": self.collective_permute,
+            "copy": self.copy,
+        }
 
     def streams_of(self, loop: ChunkLoop) -> int:
         count, op = loop.steps, loop.communication
@@ -251,24 +258,17 @@ class _Lowering:
         sources, target = self.buffers.operands(op, steps), self.buffers.destination(op, steps)
         if OPS[op.kind].parts and op.result.name not in self.placement.by_kernel:
             self.assemble(op, sources, target, steps)
-        elif op.kind == "matmul":
-            self.matmul(op, sources, target, steps)
-        elif op.kind == "scaled_matmul":
-            self.scaled.multiply(op, sources, target, steps, self.lowering)
-        elif op.kind in GROUPED:
-            self.grouped(op, sources, target)
-        elif op.kind == "collective_permute":
-            self.collective_permute(op, sources[0], target, steps)
-        elif op.kind == "copy":
-            self.b.emit(ir.Copy(sources[0], target))
         else:
-            if OPS[op.kind].updates and sources[0] in sources[1:]:  # A kernel must not read the tensor that it updates.
-                x, *others = sources
-                sources = [x, *(copied(self.b, one, steps) if one == x else one for one in others)]
-                names = iter(sources)
-                op = replace(op, operands=tuple(next(names) if isinstance(one, str) else one for one in op.operands))
-            kernel = self.kernels.computing(self.on_chunk(op, steps), sources, target)
-            self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
+            self.by_kind.get(op.kind, self.launch)(op, sources, target, steps)
+
+    def launch(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
+        if OPS[op.kind].updates and sources[0] in sources[1:]:  # A kernel must not read the tensor that it updates.
+            x, *others = sources
+            sources = [x, *(copied(self.b, one, steps) if one == x else one for one in others)]
+            names = iter(sources)
+            op = replace(op, operands=tuple(next(names) if isinstance(one, str) else one for one in op.operands))
+        kernel = self.kernels.computing(self.on_chunk(op, steps), sources, target)
+        self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
         """Adjusts the axes of a reduction to a chunk. A chunk may lack the dim of the loop, or have two dims instead of this dim."""
@@ -326,7 +326,10 @@ class _Lowering:
         x, w, y = buffers
         return [x, stacked(w), stacked(y)]
 
-    def grouped(self, op: Op, sources: Sequence[str], target: str) -> None:
+    def scaled_matmul(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
+        self.scaled.multiply(op, sources, target, steps, self.lowering)
+
+    def grouped(self, op: Op, sources: Sequence[str], target: str, _: LoopSteps | None) -> None:
         """Emits a grouped matmul, in a loop if there are several batches. `first` is the global index of this rank's first row."""
         x, other, starts, ends = sources
         rows = self.flow.types[op.tensors[0]].dims[-2]
@@ -381,15 +384,18 @@ class _Lowering:
 
     # --- ops that copy ---
 
-    def collective_permute(self, op: Op, source: str, target: str, steps: LoopSteps | None) -> None:
+    def copy(self, op: Op, sources: Sequence[str], target: str, _: LoopSteps | None) -> None:
+        self.b.emit(ir.Copy(sources[0], target))
+
+    def collective_permute(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
         """Moves blocks between ranks. If each rank stores all blocks, each rank moves the blocks in its own memory."""
-        axis, sources = op[AXIS], op[SOURCES]
+        (source,), axis, blocks = sources, op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
-            ranks = tuple(None if rank == NO_SOURCE else rank for rank in sources)
+            ranks = tuple(None if rank == NO_SOURCE else rank for rank in blocks)
             permute(self.b, source, target, ranks, axes, steps)
             return
-        dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Size(len(sources))
-        for number, rank in enumerate(sources):
+        dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Size(len(blocks))
+        for number, rank in enumerate(blocks):
             block = self.b.chunk(target, dim, Const(number), count, f"{target}_{number}")
             if rank == NO_SOURCE:
                 self.b.emit(ir.Fill(block, 0.0))
