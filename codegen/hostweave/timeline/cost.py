@@ -8,6 +8,7 @@ from typing import Any
 
 from hostweave.check.operations import Access, Operation
 from hostweave.communication.cost import CHUNK_SECONDS, LOOP_SECONDS, SWITCH_SECONDS, communication
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
@@ -64,11 +65,9 @@ def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> W
 
     reread_bytes, sorting = 0.0, 0.0
     for op in kernel.ops:
-        if op.kind == "argsort":
-            sorting += _sorting(types[op.tensors[0]].shape[op[AXIS]].bind(sizes))
-        elif op.kind == "group_order":
-            sorting += COUNT_SECONDS + COUNT_SECONDS_PER_ELEMENT * types[op.tensors[0]].shape[op[AXIS]].bind(sizes)
-        elif op.kind == "take":
+        if ordering := _ORDERINGS.get(op.kind):
+            sorting += ordering(types[op.tensors[0]].shape[op[AXIS]].bind(sizes))
+        elif OPS[op.kind].gathers:
             table = bytes_of(op.tensors[0])
             reread_bytes += max(0, bytes_of(op.result.name) - table) * max(0.0, 1 - machine.cache / max(table, 1))
     share = 1 / machine.multiprocessors if sorting > work.seconds else work.share
@@ -80,6 +79,13 @@ def _sorting(length: int) -> float:
         return RADIX_SECONDS + RADIX_SECONDS_PER_ELEMENT * length
     rounds = ceil(log2(max(length, 1)))
     return SORT_STEP_SECONDS * rounds * (rounds + 1) / 2
+
+
+# Seconds of ops that order the elements of a fiber, by the length of the fiber.
+_ORDERINGS: dict[str, Callable[[int], float]] = {
+    "argsort": _sorting,
+    "group_order": lambda length: COUNT_SECONDS + COUNT_SECONDS_PER_ELEMENT * length,
+}
 
 
 def _bytes(access: Access) -> int:
