@@ -170,7 +170,7 @@ def _check_fibers(kernel: Kernel, fibers: dict[str, int], walked: set[DimOfValue
         if len(kernel.ops) > 1 and not is_alone:
             raise NotOneKernel(f"%{name} needs all elements along a dim at once")
     written = {result.name for result in kernel.results}
-    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # A result needs loops over all its dims.
+    numbers = {op.result.name for op in kernel.ops if OPS[op.kind].is_range} - written  # A result needs loops over all its dims.
     apart = numbers | {*whole, *(p.name for p in kernel.inputs)}
     for name, dim in fibers.items():
         if (name, dim) in walked or name not in apart:

@@ -272,7 +272,7 @@ class Section:
         dtype = op.result.type.dtype
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
-        if op.kind == "iota":
+        if OPS[op.kind].is_range:
             index = self.kernel.loops.offset(op.result.name)
             if op[OFFSET] != ZERO:
                 index = f"{self.kernel.loops.integers.first_factor(op[OFFSET])} + {index}"

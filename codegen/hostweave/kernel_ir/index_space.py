@@ -66,8 +66,8 @@ def _accesses(kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferTy
         joined = {span.dim for spans in space.joined.get(op.result.name, ()) for span in spans}
         needed = (op[AXIS], op[HALVES]) if gathers_in_order(op) else sorted(joined)
         accesses |= {index_at(op, dim): {index: ONE} if (index := indices[dim]) else {} for dim in needed}
-        if op.kind == "iota" or OPS[op.kind].locates:
-            counted = indices if op.kind == "iota" else reduced_indices(op, space.indices)
+        if OPS[op.kind].is_range or OPS[op.kind].locates:
+            counted = indices if OPS[op.kind].is_range else reduced_indices(op, space.indices)
             accesses[op.result.name] = {index: ONE for index in counted if index is not None}
     return accesses
 

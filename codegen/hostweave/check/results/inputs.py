@@ -102,19 +102,19 @@ def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]
         if op.callee:
             if op.kind != "output":
                 inner = index_roles(op.callee, sizes)
-                lagged = (op.callee.inputs[at] for at in op[LAGGED]) if op.kind == "repeat" else ()
+                lagged = (op.callee.inputs[at] for at in op[LAGGED])
                 for given, parameter in zip(op.tensors, (*op.callee.inputs, *lagged), strict=True):
                     if parameter.name in inner:
                         yield (source(given), *inner[parameter.name])
-        elif op.kind in ("index", "start"):
+        elif OPS[op.kind].counts:
             yield source(op.tensors[0]), POSITIONS if op.kind == "index" else STARTS, size(op.tensors[1], 0)
         elif op.kind in GROUPED:
             yield source(op.tensors[3]), ENDS, size(op.tensors[0], 0)
-        elif op.kind.startswith("attention"):
+        elif OPS[op.kind].is_attention:
             for word, name in masks_of(op, op.tensors).items():
                 if word in (LENGTHS, OFFSETS):
                     yield source(name), word, size(op.tensors[1], -2)
-        elif op.kind == "reduce_xor":
+        elif OPS[op.kind].partial == "xor":
             yield source(op.tensors[0]), XORED, BITS
         elif len(op.tensors) == 1 and _moves(op):
             moved[op.result.name] = op.tensors[0]

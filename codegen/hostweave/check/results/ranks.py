@@ -278,7 +278,7 @@ def _sizes_read(op: Op) -> list[Size]:
 
 
 def _offset(op: Op) -> Size | None:
-    offset = op[OFFSET] if op.kind == "iota" else None
+    offset = op[OFFSET] if OPS[op.kind].is_range else None
     return offset if isinstance(offset, Size) else None
 
 

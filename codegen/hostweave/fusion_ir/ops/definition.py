@@ -8,6 +8,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.fusion_ir.ops.attributes import OFFSET, SCALE
 from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, DType, TensorType
@@ -104,6 +105,16 @@ class OpDef:
     @property
     def is_cast(self) -> bool:
         return self.target == "dtype"
+
+    @property
+    def is_range(self) -> bool:
+        """True for consecutive ints along a dim."""
+        return OFFSET in self.attributes
+
+    @property
+    def is_attention(self) -> bool:
+        """True for attention, its log-sum-exps, and its gradients."""
+        return SCALE in self.attributes
 
     def cpp_for(self, dtype: DType, is_fast: bool) -> str:
         """C++ for operands of this dtype. `is_fast` is True if the result is rounded to at most 16 bits."""

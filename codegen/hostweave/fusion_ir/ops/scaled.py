@@ -31,7 +31,7 @@ def scaling(a: SymbolicShape, b: SymbolicShape, scale_a: SymbolicShape, scale_b:
 
 def is_composed(op: Op) -> bool:
     """True for a scaled matmul that is composed of other ops, because cuBLASLt cannot compute the product."""
-    return op.kind == "scaled_matmul" and bool(op[COMPOSED])
+    return bool(op[COMPOSED])
 
 
 def why_no_scaled_product(a: TensorType | BufferType, b: TensorType | BufferType, *scales: TensorType | BufferType) -> str:

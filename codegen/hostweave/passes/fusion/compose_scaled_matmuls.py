@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import operand_types
+from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import COMPOSED
 from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, MULTIPLE, SIZES, scaling
 from hostweave.options import Options
@@ -24,7 +24,7 @@ from hostweave.types.tensor import TensorType, f8e5m2
 
 def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
     def marked(op: Op) -> Op:
-        if op.kind != "scaled_matmul":
+        if COMPOSED not in OPS[op.kind].attributes:
             return op
         why = _why_composed(op, operand_types(op, fusion.types), fusion.mesh, options.figures)
         return replace(op, attributes=((COMPOSED.name, why),)) if why else op

@@ -7,6 +7,7 @@ from functools import reduce
 
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value, attributes
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import OFFSET
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
@@ -116,7 +117,7 @@ class Kernels:
 
 def _of_shard(op: Op) -> Op:
     """Makes an iota over a sharded dim begin at the first global index of the rank's shard. Other ops do not change."""
-    if op.kind != "iota" or not (dim := op.result.type.dims[0]).axes:
+    if not OPS[op.kind].is_range or not (dim := op.result.type.dims[0]).axes:
         return op
     first = Size(1, (FirstIndex(dim.size, dim.axes, op.result.type.mesh),))
     return replace(op, attributes=attributes(offset=op[OFFSET] + first))
