@@ -6,7 +6,7 @@ from math import prod
 from hostweave.base.errors import Location
 from hostweave.check.sizes import default_sizes
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.ops.attributes import DEPTH
+from hostweave.fusion_ir.ops.calls import times_called
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
 from hostweave.types.mesh import RankSizes, Sizes
@@ -37,8 +37,8 @@ def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int
 def _gathers(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[Location | None, str, int]]:
     types = fusion.types
     for op in fusion.ops:
-        if op.callee and op.kind != "output":
-            for _ in range(op[DEPTH].bind(fusion.depths) if op.kind == "repeat" else 1):
+        if op.callee:
+            for _ in range(times_called(op, fusion.depths)):
                 yield from _gathers(op.callee, sizes)
         elif op.kind == "all_gather" and not op.result.pinned and not op.result.stream:
             source = types[op.tensors[0]]

@@ -17,7 +17,8 @@ from hostweave.communication.cost import communication
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import GRADIENTS, is_by_kernels
-from hostweave.fusion_ir.ops.attributes import CAUSAL, CONTRACTED, DEPTH, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, CONTRACTED, WINDOW
+from hostweave.fusion_ir.ops.calls import times_called
 from hostweave.fusion_ir.ops.grouped import GROUPED, OUTER
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.host_ir import ir
@@ -205,8 +206,7 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
 
     def of_op(op: Op) -> float:
         if op.callee:
-            calls = op[DEPTH].bind({**sizes, **fusion.depths}) if op.kind == "repeat" else 1
-            return 0.0 if op.kind == "output" else calls * functions[op.callee.name]
+            return times_called(op, {**sizes, **fusion.depths}) * functions[op.callee.name]
         if OPS[op.kind].is_view:
             return 0.0
         moved = [bytes_of[name] for name in (*op.tensors, op.result.name)]

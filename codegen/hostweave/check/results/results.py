@@ -24,7 +24,8 @@ from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import NEAR_FACTOR, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import CONTRACTED, DEPTH
+from hostweave.fusion_ir.ops.attributes import CONTRACTED
+from hostweave.fusion_ir.ops.calls import times_called
 from hostweave.fusion_ir.ops.grouped import OUTER
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
@@ -370,8 +371,7 @@ def _count_elements(fusion: Fusion, items: tuple[tuple[str, int], ...]) -> float
         if op.callee:
             name = op.callee.name
             of_functions[name] = of_functions[name] if name in of_functions else count_elements(op.callee, sizes)
-            calls = {"output": 0, "repeat": op[DEPTH].bind(sizes)}.get(op.kind, 1)
-            total += calls * of_functions[name]
+            total += times_called(op, sizes) * of_functions[name]
             continue
         made: float = prod(global_shape(op.result.type, sizes))
         if OPS[op.kind].is_product:

@@ -7,6 +7,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attributes import BACKWARD, CARRIED, DEPTH, EACH, INDEX, LAGGED, RETURNED
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, opaque, unsharded
+from hostweave.types.mesh import Sizes
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
@@ -22,6 +23,13 @@ def _call(types: Types, op: Op) -> TensorType:
         if (given.dtype, given.shape) != (value.type.dtype, value.type.shape):
             raise Mismatch(f"@{function.name} takes {value.type} as {value.name}, not {given}; only the mesh axes may differ")
     return unsharded(function.output_types[0])
+
+
+def times_called(op: Op, sizes: Sizes) -> int:
+    """Number of times that an op calls its function. An `output` only names a further result of a call."""
+    if op.kind == "output":
+        return 0
+    return op[DEPTH].bind(sizes) if op.kind == "repeat" else 1
 
 
 def stacked(type: TensorType, depth: Size) -> TensorType:

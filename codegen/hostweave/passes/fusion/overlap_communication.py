@@ -19,7 +19,7 @@ from hostweave.communication.algorithms import transport_of
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import TO_OTHER_MESHES, communicates
-from hostweave.fusion_ir.ops.attributes import DEPTH
+from hostweave.fusion_ir.ops.calls import times_called
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import in_order, map_functions
 from hostweave.options import Options
@@ -52,11 +52,8 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
     for body in (fusion, *reversed(fusion.functions)):  # Callers come before callees.
         times = seconds(body, options.sizes, options.figures, options.tf32)
         for op in body.ops:
-            if op.kind == "output":  # An output op only names a further result of a call, and costs nothing.
-                continue
             if op.callee:
-                depth = op[DEPTH].bind({**options.sizes, **fusion.depths}) if op.kind == "repeat" else 1
-                calls[op.callee.name] += depth * calls[body.name]
+                calls[op.callee.name] += times_called(op, {**options.sizes, **fusion.depths}) * calls[body.name]
             elif communicates(op) and _may_be_in_kernel(op, body, options):
                 size = product(_block(op, body).shape)
                 if options.sizes.keys() >= set(size.symbols):
