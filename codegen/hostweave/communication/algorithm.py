@@ -18,6 +18,7 @@ from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, co
 from hostweave.communication.packing import TermReduction
 from hostweave.communication.steps import Dataflow, LoopSteps, Values, rank_in_group
 from hostweave.fusion_ir.ir import ROTATIONS, Op
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -94,7 +95,7 @@ class Lowering:
 
     def owner(self, steps: LoopSteps) -> Expr:
         """Owner of the block that this rank processes in an iteration of a loop by shard. The blocks of all ranks have different owners."""
-        name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
+        name, shift = ("q", 1) if OPS[self.op.kind].reduces_to_blocks else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
 
     def moves(self, steps: LoopSteps) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Protocol
 
+from hostweave.fusion_ir.ops import OPS
 from hostweave.types.machine import Machine
 
 MATMUL_SLOWDOWN_BY_COPIES = 1.05  # slowdown of matmuls while copy engines use the memory
@@ -57,7 +58,7 @@ def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, ove
     """Seconds of a gather or reduce-scatter of `size` bytes by copy engines. With `overlaps`, the copies count only as a delay of
     concurrent ops."""
     # A kernel sums the copied terms.
-    added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
+    added = machine.launch + (ranks + 1) * size / ranks / machine.memory if OPS[kind].reduces_to_blocks else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
     return (copied * (MATMUL_SLOWDOWN_BY_COPIES - 1) if overlaps else copied) + LOOP_SECONDS + added
 
@@ -114,7 +115,7 @@ class Overlap:
         slowdown = 1 + overlap_share * (matmul_slowdown - 1)
         own_chunk, multiply = own_chunk * slowdown + CHUNK_SECONDS, other_chunk * slowdown + CHUNK_SECONDS
         transfers = [transfer * slower] * others
-        if self.kind == "all_gather":
+        if not OPS[self.kind].reduces:
             return LOOP_SECONDS + self.extra_seconds[1] + _after_arrival(own * own_chunk, transfers, multiply)
         return LOOP_SECONDS + _before_departure(transfers, multiply, own * multiply) + added
 

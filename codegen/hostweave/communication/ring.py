@@ -20,7 +20,7 @@ from hostweave.transports.transport import MESSAGES, SIGNALS
 
 class _Ring(Lowering):
     def owner(self, steps: LoopSteps) -> Expr:
-        name, shift = ("q", 1) if self.op.kind == "reduce_scatter" else ("p", 0)
+        name, shift = ("q", 1) if OPS[self.op.kind].reduces_to_blocks else ("p", 0)
         return Var(self.b.let(name, (self.rank - shift - steps.distance) % steps.shards))
 
 

@@ -26,6 +26,7 @@ from hostweave.emit.plans import (
     plan_arguments,
 )
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const, Expr, Symbol, leaves, opposite
@@ -305,7 +306,7 @@ class Emitter:
     def emit_launch_exchange(self, i: ir.LaunchExchange) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))
         kernel = self.context.declared[i.kernel]
-        block = self.count_of(kernel.delivered) if i.kind == "reduce_scatter" else self.count(i.srcs[0])
+        block = self.count_of(kernel.delivered) if OPS[i.kind].reduces_to_blocks else self.count(i.srcs[0])
         return self.launch_of(kernel, i.srcs, i.dsts, "launch_exchange", (exchange, self.text(i.srcs[0]), block))
 
     def launch_of(

@@ -166,7 +166,7 @@ def _seconds_between(operation: Operation, peers: Iterable[int | None], size: fl
 def _in_kernel(operation: Operation, machine: Machine) -> Work:
     """Work of a kernel that exchanges terms or blocks with the kernels of other ranks."""
     kind, ranks = operation.instruction.kind, len(operation.process_group)  # type: ignore[attr-defined]
-    block = _bytes(operation.accesses[0]) // (ranks if kind == "reduce_scatter" else 1)
+    block = _bytes(operation.accesses[0]) // (ranks if OPS[kind].reduces_to_blocks else 1)
     seconds = machine.launch + in_kernel(kind, ranks, block) + _bytes_moved(operation) / machine.memory
     return Work(seconds, "kernels", sent=block * (ranks - 1))
 

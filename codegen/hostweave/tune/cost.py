@@ -226,19 +226,19 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
 def in_kernel(kind: str, ranks: int, size: float) -> float:
     """Seconds of a collective inside the kernel that reads its result. Each rank sends `size` bytes to each peer."""
     sent = size * (ranks - 1)
-    return EXCHANGE_SECONDS + (2 * sent / PACKET_BANDWIDTH if kind == "all_reduce" else sent / BLOCK_BANDWIDTH)
+    return EXCHANGE_SECONDS + (2 * sent / PACKET_BANDWIDTH if OPS[kind].reduces_to_all else sent / BLOCK_BANDWIDTH)
 
 
 def most_in_kernel(machine: Machine, kind: str, ranks: int) -> int:
     """Largest power of 2, in bytes, for which `in_kernel` is faster than the library. 0 if there is none."""
-    most, blocks = (ir.EXCHANGE_BYTES, 1) if kind == "all_reduce" else (ir.BLOCK_BYTES // ranks, ranks)
+    most, blocks = (ir.EXCHANGE_BYTES, 1) if OPS[kind].reduces_to_all else (ir.BLOCK_BYTES // ranks, ranks)
     sizes = (1 << bit for bit in reversed(range(most.bit_length())))
     return next((size for size in sizes if in_kernel(kind, ranks, size) < communication(machine, kind, ranks, size * blocks)), 0)
 
 
 def most_terms(machine: Machine, kind: str, ranks: int, type: BufferType) -> int:
     """Largest block, in elements, that kernels should exchange without the library. 0 if there is none."""
-    if (kind != "all_gather" and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
+    if (OPS[kind].reduces and type.dtype.name not in ir.EXCHANGED) or not 1 < ranks <= ir.EXCHANGE_RANKS:
         return 0
     size, most = product(type.shape), most_in_kernel(machine, kind, ranks) // type.dtype.itemsize
     # A size with several factors or a divisor would need a complex condition at run time.

@@ -57,7 +57,7 @@ class Candidate:
     @property
     def streamed(self) -> tuple[Op, ...]:
         """Ops that a user would mark with `.stream()` to request the loop of the candidate."""
-        return self.matmuls if self.reshard.kind == "all_gather" and not self.keys else self.reshards
+        return self.matmuls if not (OPS[self.reshard.kind].reduces or self.keys) else self.reshards
 
 
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
@@ -84,16 +84,15 @@ class _Finder:
         if op.result.type.mesh or ranks < 2 or step.reduction not in ("", "sum"):
             return None
         keys = self.keys.get(op.result.name)
-        matmuls, dim = ((keys.attention,), keys.dim) if keys else self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
+        matmuls, dim = ((keys.attention,), keys.dim) if keys else self.reduced(op) if OPS[op.kind].reduces else self.gathered(op)
         if not matmuls:
             return None
         types = [self.types[name] for matmul in matmuls for name in (*matmul.tensors, matmul.result.name)]
         symbols = dict.fromkeys(name for type in (*types, op.result.type) for size in type.shape for name in size.symbols)
-        whole = op.result.type if op.kind == "all_gather" else self.types[op.tensors[0]]
-        size = whole.shape[dim if op.kind != "all_gather" else step.dim or 0]
-        shards = whole.mesh_in(self.fusion.mesh).size_of(whole.dims[dim].axes) if op.kind == "all_reduce" else 1
+        whole, size_dim = (self.types[op.tensors[0]], dim) if OPS[op.kind].reduces else (op.result.type, step.dim or 0)
+        shards = whole.mesh_in(self.fusion.mesh).size_of(whole.dims[dim].axes) if OPS[op.kind].reduces_to_all else 1
         unknown = tuple(name for name in symbols if name not in self.sizes)
-        return Candidate(op, matmuls, dim, ranks, size, shards, unknown, self.is_on_all_ranks and self.is_even(), keys)
+        return Candidate(op, matmuls, dim, ranks, whole.shape[size_dim], shards, unknown, self.is_on_all_ranks and self.is_even(), keys)
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """Returns the matmuls whose rows the op gathers, and the gathered dim.
@@ -128,7 +127,7 @@ class _Finder:
         matmul, dim = self.fusion.made.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
-        if (op.kind == "reduce_scatter" and matmul.result.type.dims[dim].axes) or not self.is_outermost(op, dim):
+        if (OPS[op.kind].reduces_to_blocks and matmul.result.type.dims[dim].axes) or not self.is_outermost(op, dim):
             return (), 0
         indices = index_map(matmul, operand_types(matmul, self.types))
         for number, name in enumerate(matmul.tensors):
@@ -185,7 +184,7 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
     consumer_sums = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
     overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, overlapped, consumer_sums, extra_seconds)
     found = [Alternative(IN_SEQUENCE, 0, _micros(overlap.outside(machine)))]
-    if op.kind == "all_gather" and not keys and _may_copy(options, candidate.is_even):
+    if not OPS[op.kind].reduces and not keys and _may_copy(options, candidate.is_even):
         by = "get" if is_made else "put"
         found.append(Alternative(by, 1, _micros(overlap.outside(machine, by))))
     length, rest = divmod(candidate.size.bind(sizes), candidate.shards)
@@ -225,7 +224,7 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
     ):
         return ()
     size = _bytes(op, fusion, sizes)
-    by = "get" if op.kind == "reduce_scatter" or _is_made(source.name, fusion) else "put"
+    by = "get" if OPS[op.kind].reduces or _is_made(source.name, fusion) else "put"
     kernels = by_collective(machine, op.kind, ranks, size, overlaps)
     copies = by_copies(machine, op.kind, by, ranks, size, overlaps)
     own = laid_out = 0.0
@@ -253,7 +252,7 @@ def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
 
 def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int) -> Op | None:
     """Result of `product_by_shards` if sizes are known and the columns divide evenly among the ranks. Otherwise None."""
-    product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
+    product = None if OPS[op.kind].reduces else product_by_shards(op, fusion)
     if product is None:
         return None
     types = [fusion.types[name] for name in (*product.tensors, product.result.name)]
@@ -266,7 +265,7 @@ def _are_known(types: Iterable[TensorType], sizes: Mapping[str, int]) -> bool:
 
 def _bytes(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> float:
     """Bytes of an op's result on one rank. For a reduce_scatter, bytes of the operand."""
-    whole = fusion.values()[op.tensors[0]] if op.kind == "reduce_scatter" else op.result
+    whole = fusion.values()[op.tensors[0]] if OPS[op.kind].reduces_to_blocks else op.result
     return float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
-from hostweave.fusion_ir.ops.attributes import OFFSET, SCALE
+from hostweave.fusion_ir.ops.attributes import DIM, OFFSET, REDUCTION, SCALE
 from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, DType, TensorType
@@ -110,6 +110,21 @@ class OpDef:
     def is_range(self) -> bool:
         """True for consecutive ints along a dim."""
         return OFFSET in self.attributes
+
+    @property
+    def reduces(self) -> bool:
+        """True for a reshard step that combines terms of ranks."""
+        return REDUCTION in self.attributes
+
+    @property
+    def reduces_to_blocks(self) -> bool:
+        """True if each rank gets one block of the combined terms."""
+        return self.reduces and DIM in self.attributes
+
+    @property
+    def reduces_to_all(self) -> bool:
+        """True if all ranks get all combined terms."""
+        return self.reduces and DIM not in self.attributes and not self.to_other_mesh
 
     @property
     def is_attention(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
@@ -149,7 +150,7 @@ def _launch_exchange(c: Checker, i: ir.LaunchExchange, scope: Scope) -> None:
     if set(first[MESH_AXES].names) != set(channel.axes) or channel.size > ir.EXCHANGE_RANKS:
         along = ", ".join(first[MESH_AXES].names)
         c.fail(f"the {kind} of @{i.kernel} is along {along}: use a channel along these axes, of at most {ir.EXCHANGE_RANKS} ranks")
-    if kind != "all_gather" and (first[REDUCTION] != "sum" or dtype.name not in ir.EXCHANGED):
+    if OPS[kind].reduces and (first[REDUCTION] != "sum" or dtype.name not in ir.EXCHANGED):
         c.fail(f"@{i.kernel} has a {first[REDUCTION]} of {dtype}, but kernels only sum {', '.join(ir.EXCHANGED)}: use {kind}")
     c.contiguous(term)
     sent, got = (c.known(product(shape)) for shape in (c.types[term].shape, input.type.shape))

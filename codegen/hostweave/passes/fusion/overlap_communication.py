@@ -18,7 +18,7 @@ from hostweave.base.unchanged import replaced
 from hostweave.communication.algorithms import transport_of
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import TO_OTHER_MESHES, communicates
+from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
 from hostweave.fusion_ir.ops.calls import times_called
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import in_order, map_functions
@@ -39,7 +39,7 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
     overlapping = ((op, body) for op, body in ops if op.result.is_async or op.result.stream)
-    beside = [op.kind == "all_reduce" and _may_be_in_kernel(op, body, options) for op, body in overlapping]
+    beside = [OPS[op.kind].reduces_to_all and _may_be_in_kernel(op, body, options) for op, body in overlapping]
     may_be_in_kernels = options.transport == "auto" and not options.figures.no_peers and not any(op.result.stream for op, _ in ops)
     if beside and may_be_in_kernels and (all(beside) or _saves_more_in_kernels(overlapped, options)):
         return fusion
@@ -59,7 +59,7 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
                 if options.sizes.keys() >= set(size.symbols):
                     sent = size.bind(options.sizes) * op.result.type.dtype.itemsize
                     alone = in_kernel(op.kind, body.mesh.size_of(step_of(op).axes), sent)
-                    if op.result.is_async and op.kind != "all_reduce":
+                    if op.result.is_async and not OPS[op.kind].reduces_to_all:
                         hidden += calls[body.name] * alone
                     else:
                         saved += calls[body.name] * (times[op.result.name] - alone)
@@ -70,7 +70,7 @@ def _saves_more_in_kernels(fusion: Fusion, options: Options) -> bool:
 
 def _block(op: Op, body: Fusion) -> BufferType:
     """Type of the block that a rank sends to every other rank."""
-    whole = op.result.type if op.kind == "reduce_scatter" else body.types[op.tensors[0]]
+    whole = op.result.type if OPS[op.kind].reduces_to_blocks else body.types[op.tensors[0]]
     return whole.local(body.mesh)
 
 
@@ -123,7 +123,7 @@ def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
         name = op.result.name
         if not last.isdisjoint(op.tensors):
             made.append(op)
-        elif op.kind == "all_reduce" and name in names - needed:
+        elif OPS[op.kind].reduces_to_all and name in names - needed:
             sums.append(op)
         else:
             rest.append(op)

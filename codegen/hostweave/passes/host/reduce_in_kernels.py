@@ -97,8 +97,8 @@ class _Reducing:
     def alone(self, i: ir.FromTo) -> ir.Launch:
         """Launch of a kernel that does only the collective. `chosen` adds the channel."""
         kind, term = IN_KERNELS[type(i)].kind, self.uses.root(i.src)
-        tensor = unsharded(self.uses.types[i.src if kind == "all_reduce" else i.dst])
-        dim, reduction = None if kind == "all_reduce" else 0, None if kind == "all_gather" else "sum"
+        tensor = unsharded(self.uses.types[i.src if OPS[kind].reduces_to_all else i.dst])
+        dim, reduction = None if OPS[kind].reduces_to_all else 0, "sum" if OPS[kind].reduces else None
         facts = attributes(dim=dim, axes=MeshAxes(self.given.channel(i.channel).axes), reduction=reduction)
         op = Op(kind, (term,), Value(unique_name(self.uses.root(i.dst), {term}), tensor), facts, i.location)
         kernel = ir.Kernel("", (ir.Parameter(term, tensor),), (op,))
