@@ -255,7 +255,7 @@ def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
     for now, end in in_rank_order(source, target):
         for step in plan(now, end, mesh, sizes, None):
             moved += now.dtype.itemsize * step.received(prod(local_dims(now, mesh, sizes), start=Fraction(1)), now.mesh_in(mesh))
-            count += step.kind != "shard"
+            count += not OPS[step.kind].is_view
             now = step.applied(now, mesh)
     return moved, count
 

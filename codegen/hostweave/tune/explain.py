@@ -7,7 +7,7 @@ from hostweave.analysis.def_use import def_use
 from hostweave.communication.algorithms import transport_of
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS
+from hostweave.fusion_ir.ops import communicates
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import COMPOSED, KEY_BLOCKS, MESH_AXES
 from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, MULTIPLE, is_composed, scaling
@@ -58,7 +58,7 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
         name = op.result.name
         if name in with_keys:
             yield f"%{name} = all_gather of %{op.tensors[0]}: like %{with_keys[name]}, with which it would share a loop"
-        elif op.kind in RESHARD_STEPS and op.kind != "shard":
+        elif communicates(op) and not op.callee:
             how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, position, times))
             if name in in_kernels:
                 most = most_in_kernel(options.figures, op.kind, body.mesh.size_of(op[MESH_AXES].names))

@@ -196,9 +196,9 @@ class FieldRanks:
         assert kernel.exchanges
         sources, kind = self.match_of[operation].sources(operation), kernel.exchanges.kind
         sent = [part.ravel() for part in self.sent(sources)]
-        whole = self.functions.concatenate(sent) if kind == "all_gather" else self.reduce_terms("sum", sources)
+        whole = self.reduce_terms("sum", sources) if OPS[kind].reduces else self.functions.concatenate(sent)
         shape = tuple(size.bind(self.instances.sizes[rank]) for size in kernel.inputs[0].type.shape)
-        first = operation.process_group.index(rank) * prod(shape) if kind == "reduce_scatter" else 0
+        first = operation.process_group.index(rank) * prod(shape) if OPS[kind].reduces_to_blocks else 0
         return whole.ravel()[first : first + prod(shape)].reshape(shape)
 
     def transfer(self, rank: int, operation: Operation) -> None:

@@ -56,7 +56,7 @@ class _Member:
     def communicates(self) -> bool:
         """True for reshards except local slices. Also true for reductions with a partial result, because a reshard follows."""
         if self.change:
-            return self.change.kind != "shard"
+            return not OPS[self.change.kind].is_view
         return bool(OPS[self.op.kind].combine) and self.op.result.type.partial is not None
 
     def changes_streamed_dim(self, *kinds: str) -> bool:
