@@ -1,13 +1,12 @@
 """Text of `Program.explain`: how communication, attention and some matmuls are executed, with alternatives and reasons."""
 
-import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from hostweave.analysis.def_use import def_use
 from hostweave.communication.algorithms import transport_of
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
-from hostweave.fusion_ir.ops import communicates
+from hostweave.fusion_ir.ops import OPS, communicates
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import COMPOSED, KEY_BLOCKS, MESH_AXES
 from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, MULTIPLE, is_composed, scaling
@@ -73,9 +72,25 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             yield f"%{name} = attention: {by}, which does not store the matrix of scores{joined}"
         elif is_composed(op):
             yield f"%{name} = scaled_matmul: composed of casts, a matmul and multiplications, because {_why_composed(op, types, options)}"
-        elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
+        elif _makes_scores(op, body.ops[position + 1 :], types):
             why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has dropout, or a mask of another dtype"
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, because {why}"
+
+
+def _makes_scores(op: Op, later: Sequence[Op], types: Mapping[str, TensorType]) -> bool:
+    """True for the first matmul of composed attention: a second matmul multiplies the softmax of its result."""
+    made, weights = {op.result.name}, set[str]()  # values computed from the result, and those that depend on its powers
+    if not OPS[op.kind].is_plain_product or len(types[op.tensors[1]].dims) < 3:
+        return False
+    for other in later:
+        if OPS[other.kind].is_product:
+            if other.tensors[0] in weights:
+                return True
+        elif not made.isdisjoint(other.tensors):
+            made.add(other.result.name)
+            if other.kind == "exp" or not weights.isdisjoint(other.tensors):
+                weights.add(other.result.name)
+    return False
 
 
 def _split(part: ir.HostProgram) -> Iterator[str]:
