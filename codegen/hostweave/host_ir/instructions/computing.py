@@ -12,7 +12,8 @@ from hostweave.host_ir.tree import Instruction, Launched, Read, Reads, Write, Wr
 from hostweave.types.blocks import Cuts, boxes
 from hostweave.types.mesh import Sizes
 
-ACTIVATIONS = ("relu", "gelu_tanh")  # epilogues of a matmul
+# Epilogues of a matmul, and the largest dtype, in bytes, whose rounding error exceeds the error of cuBLASLt (for gelu_tanh, about 5e-6).
+ACTIVATIONS = {"relu": 8, "gelu_tanh": 2}
 FEW_ROWS = 8  # maximum number of rows of a matmul inside a kernel: hw::kFewRows
 FEW_SCALED_ROWS = 16  # maximum number of rows of a scaled matmul that a kernel of the runtime computes: hw::kFewScaledRows
 PRODUCTS = 4  # maximum number of matmuls in one kernel, all with one common operand: hw::kProducts

@@ -30,7 +30,6 @@ from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # bounds of factors, because cuBLASLt takes factors in f32
-HIDES_TANH = 2  # largest dtype, in bytes, whose rounding error exceeds the error of cuBLASLt's gelu (about 5e-6)
 
 
 def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
@@ -132,7 +131,7 @@ def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: d
     others = [operand for operand in op.operands if operand != value]
     if matmul.activation or len(others) != len(op.operands) - 1:
         return None
-    if op.kind == "relu" or (op.kind == "gelu_tanh" and op.result.type.dtype.itemsize <= HIDES_TANH):
+    if op.result.type.dtype.itemsize <= ir.ACTIVATIONS.get(op.kind, 0):
         return replace(matmul, activation=op.kind)
     inputs = {p.name: p.type.shape for p in kernel.inputs}
     match op.kind, *others:
