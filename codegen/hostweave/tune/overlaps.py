@@ -29,7 +29,6 @@ MAX_TIME_RATIO = 0.95  # largest accepted ratio of the time of an alternative to
 MIN_GAIN_MICROS = 5.0  # smallest accepted gain of an alternative; the cost model has errors of about 5 us
 HIDDEN_SECONDS = 10e-6  # smallest hidden time that is worth a fork and a wait, which take nearly as long
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 
 @dataclass(frozen=True)
@@ -373,7 +372,7 @@ def needed_by_large(ops: Sequence[Op]) -> set[str]:
 
 def _is_large(op: Op) -> bool:
     is_large_call = op.callee is not None and any(map(_is_large, op.callee.ops))
-    return communicates(op) or op.result.stream is not None or op.kind in PRODUCTS or is_large_call
+    return communicates(op) or op.result.stream is not None or OPS[op.kind].multiplies or is_large_call
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:

@@ -50,6 +50,28 @@ CASES = {
         %t: bf16[K] = negative(%s)
         %k: bf16[K] = exp(%m)""",
     ),
+    "a short all-reduce that no grouped matmul needs follows the grouped matmuls": (
+        "%x: bf16[M@x, K], %w: bf16[8, K, K], %starts: i32[8], %ends: i32[8]",
+        """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
+        %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
+        %t: bf16[K] = negative(%s)
+        %h: bf16[M@x, K] = grouped_matmul(%x, %w, %starts, %ends)""",
+        """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
+        %h: bf16[M@x, K] = grouped_matmul(%x, %w, %starts, %ends)
+        %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
+        %t: bf16[K] = negative(%s)""",
+    ),
+    "a short all-reduce that no gradient of attention needs follows the gradients": (
+        "%x: bf16[M@x, K], %q: bf16[8, M, 64], %k: bf16[8, M, 64], %v: bf16[8, M, 64], %l: f32[8, M]",
+        """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
+        %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
+        %t: bf16[K] = negative(%s)
+        %dq: bf16[8, M, 64] = attention_query_gradient(%q, %k, %v, %q, %q, %l, scale=0.125)""",
+        """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
+        %dq: bf16[8, M, 64] = attention_query_gradient(%q, %k, %v, %q, %q, %l, scale=0.125)
+        %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
+        %t: bf16[K] = negative(%s)""",
+    ),
     "a gather is issued only as early as is needed to hide it": (
         "%x: bf16[M@x, K], %v: bf16[K, K], %w: bf16[K@x, 8]",
         """%a: bf16[M@x, K] = matmul(%x, %v)

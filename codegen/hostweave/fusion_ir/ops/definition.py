@@ -131,6 +131,11 @@ class OpDef:
         """True for attention, its log-sum-exps, and its gradients."""
         return SCALE in self.attributes
 
+    @property
+    def multiplies(self) -> bool:
+        """True for ops whose time is that of matrix products."""
+        return self.is_product or self.is_attention
+
     def cpp_for(self, dtype: DType, is_fast: bool) -> str:
         """C++ for operands of this dtype. `is_fast` is True if the result is rounded to at most 16 bits."""
         if dtype.kind != "float":

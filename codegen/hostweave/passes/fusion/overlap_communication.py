@@ -129,7 +129,7 @@ def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
             rest.append(op)
             continue
         last.add(name)
-    return [*rest, *sums, *made] if any(op.kind in overlaps.PRODUCTS for op in ops) else ops
+    return [*rest, *sums, *made] if any(OPS[op.kind].multiplies for op in ops) else ops
 
 
 class _Transfers:
