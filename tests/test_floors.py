@@ -16,6 +16,7 @@ import pytest
 
 from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
 from hostweave.communication.algorithms import ALGORITHMS
+from hostweave.fusion_ir.ops import OPS
 from hostweave.host_ir import ir, tree
 from hostweave.kernel_ir.pipeline import PASSES as PASSES_OF_KERNELS
 from hostweave.pipeline import PASSES
@@ -261,6 +262,19 @@ def test_code_reads_traits_of_instructions() -> None:
                 asked.setdefault(str(path.relative_to(PACKAGE)), []).append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
     assert asked.keys() <= OWN_SEMANTICS
     assert sum(map(len, asked.values())) <= 20, asked
+
+
+def test_code_reads_properties_of_ops() -> None:
+    """Code outside of `fusion_ir/ops` reads properties of an op's entry in the op table. Few comparisons with names of ops are left."""
+    compared = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in modules()
+        if path.parent != PACKAGE / "fusion_ir" / "ops"
+        for node in nodes(path)
+        if isinstance(node, ast.Compare) and any(ast.unparse(side).endswith("kind") for side in (node.left, *node.comparators))
+        if OPS.keys() & {side.value for side in ast.walk(node) if isinstance(side, ast.Constant)}
+    ]
+    assert len(compared) <= 136, "\n".join(compared)
 
 
 def test_instructions_are_identified_by_position() -> None:
