@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.frontend.tracing import Function
+from hostweave.fusion_ir.frontend.tracing import BlockFunction
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import pointwise
 from hostweave.types.mesh import Mesh
@@ -63,7 +63,7 @@ class Generator:
         if self.has_zigzag:
             self.sizes = {name: 2 * size for name, size in self.sizes.items()}
         self.dtype = self.random.choice([hw.f64, hw.f64, hw.i64])
-        self.blocks: dict[Any, list[Function]] = {}
+        self.blocks: dict[Any, list[BlockFunction]] = {}
 
     def some_ranks(self) -> Mesh:
         ranks = self.random.sample(range(self.mesh.size), self.random.randint(1, self.mesh.size))

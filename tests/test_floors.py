@@ -148,6 +148,26 @@ def test_private_names_stay_in_their_modules() -> None:
     assert wrong == []
 
 
+# Names of types that two modules define.
+SHARED_TYPE_NAMES = {
+    "Group": "the instruction has the name of its macro, after ncclGroupStart; `hw.Group` is a group of ranks",
+    "Program": "runtime/jax_ffi.py is below api.py, and cannot import the class",
+}
+
+
+def test_types_have_different_names() -> None:
+    """Two modules define a class or a type alias of one name only if SHARED_TYPE_NAMES has the name."""
+    found: dict[str, set[str]] = {}
+    for path in modules():
+        (module,) = (node for node in nodes(path) if isinstance(node, ast.Module))
+        classes = [node.name for node in module.body if isinstance(node, ast.ClassDef)]
+        assigned = [node for node in module.body if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call)]
+        targets = (ast.unparse(target) for node in assigned for target in node.targets)
+        for name in (*classes, *(name for name in targets if re.fullmatch(r"_?[A-Z][a-z]\w*", name))):
+            found.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1}.keys() == SHARED_TYPE_NAMES.keys()
+
+
 def test_passes_are_those_of_the_list_and_call_no_others() -> None:
     """Each file of `passes/fusion` and `passes/host` has one pass, which no other pass imports."""
     names, folders = {apply.__name__ for apply in PASSES}, ("fusion", "host")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter, OperandBuffer
-from hostweave.emit.layout import Guarded, guarded
+from hostweave.emit.layout import GuardedStatement, guarded
 from hostweave.emit.meshes import part_value, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
@@ -37,7 +37,7 @@ class CheckedArgument:
     def member(self) -> str:
         return self.path.rpartition(".")[2]
 
-    def statements(self) -> Iterator[Guarded]:
+    def statements(self) -> Iterator[GuardedStatement]:
         """Check of the tensor, and declarations of the sizes that the tensor binds. If `again`, the declarations come first."""
         type = self.buffer.type
         # C++ dtype and shape do not state the type if a dim is symbolic, or if a bool is stored as a byte.
@@ -92,7 +92,7 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
     return guarded(_statements(arguments, context))
 
 
-def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[Guarded]:
+def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[GuardedStatement]:
     """Checks of tensors. A loop checks parameter groups. The first tensor of a group binds sizes before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
     # The sizes of tensors on parts of the mesh come first, so that checks with one condition share a block.

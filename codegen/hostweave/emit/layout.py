@@ -13,7 +13,7 @@ from hostweave.emit.cpp import quoted
 
 COLUMNS = 130
 INDENT = "  "
-Guarded = tuple[str, str]  # condition, statement
+GuardedStatement = tuple[str, str]  # condition, statement
 
 
 def format_cpp(text: str) -> str:
@@ -163,7 +163,7 @@ def _environment() -> Environment:
     return environment
 
 
-def guarded(statements: Iterable[Guarded]) -> str:
+def guarded(statements: Iterable[GuardedStatement]) -> str:
     """Lays out statements, each under its condition. The condition "" is always true. Neighbours with equal conditions share a block."""
     text = ""
     for condition, group in groupby(statements, key=itemgetter(0)):

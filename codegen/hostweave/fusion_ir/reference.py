@@ -17,10 +17,8 @@ from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.types.numpy_dtypes import cast, computing_dtype
 from hostweave.types.tensor import DType, bind_sizes
 
-Array = NDArray[Any]
 
-
-def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+def run_reference(fusion: Fusion, arrays: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
     """Results for global arguments. Each tensor of a parameter group is a separate argument. Floats are computed in float64, and rounded
     only where the program casts."""
     inputs = {value.name: value.type for value in fusion.arguments}

@@ -31,7 +31,7 @@ _LIBRARY = "libhostweave_jax.so"
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _CustomCall:
     """One custom call in a traced function."""
 
     program: Program
@@ -48,7 +48,7 @@ class _Call:
         self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)
 
 
-_calls: list[_Call] = []  # kept, because compiled functions refer to calls by index
+_calls: list[_CustomCall] = []  # kept, because compiled functions refer to calls by index
 _calls_lock = reset_after_fork(threading.Lock())
 
 
@@ -71,7 +71,7 @@ def jax_call(program: Program) -> Callable[..., Any]:
         with _calls_lock:
             key = call_indices.setdefault((group, input_types), len(_calls))
             if key == len(_calls):
-                _calls.append(_Call(program, group, input_types, output_types, _device(jax, program)))
+                _calls.append(_CustomCall(program, group, input_types, output_types, _device(jax, program)))
         types = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in output_types]
         target = _register(jax, program.target.name)
         call = jax.ffi.ffi_call(target, types if len(types) > 1 else types[0], has_side_effect=True)

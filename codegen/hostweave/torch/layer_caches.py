@@ -1,7 +1,7 @@
 """The part of a transformers cache that one layer of a model uses, and the layer's index in the cache.
 
-While a layer is traced, `cache.layers` is replaced by a `_Layers`, which records uses of other cache layers. `layer_idx` is replaced by an
-`Index`, which records uses of the index. Equal layers may have different indices.
+While a layer is traced, `cache.layers` is replaced by a `_Layers`, which records uses of other cache layers. `layer_idx` is replaced by a
+`LayerIndex`, which records uses of the index. Equal layers may have different indices.
 """
 
 import operator
@@ -20,7 +20,7 @@ from hostweave.torch.state import NUMBERS, is_same
 INDEX = "layer_idx"  # attribute of modules of transformers: index of the layer in a cache
 
 
-class Index:
+class LayerIndex:
     """Stands for an int, and records uses of the int."""
 
     __class__: type = int
@@ -40,7 +40,7 @@ class Index:
         return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)
 
     def compare(self, name: str, operand: Any) -> Any:
-        operand = operand.value if type(operand) is Index else operand
+        operand = operand.value if type(operand) is LayerIndex else operand
         made = getattr(operator, name)(self.value, operand)
         self._compared.append((name, operand, made))
         return made
@@ -55,10 +55,10 @@ def _reads(name: str) -> Callable[..., Any]:
 
 
 for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(Index, _name, partialmethod(Index.compare, _name))
+    setattr(LayerIndex, _name, partialmethod(LayerIndex.compare, _name))
 for _name in {*dir(int)} - {*dir(object)} | {"__hash__", "__repr__", "__str__", "__format__", "__reduce_ex__"}:
     if callable(getattr(int, _name)):
-        setattr(Index, _name, _reads(_name))
+        setattr(LayerIndex, _name, _reads(_name))
 
 
 def is_cache(value: Any) -> bool:
@@ -72,7 +72,7 @@ class _Layers:
         self._layers, self._own, self.others = layers, own, False
 
     def __getitem__(self, key: Any) -> Any:
-        if type(key) is Index and key.value == self._own:
+        if type(key) is LayerIndex and key.value == self._own:
             return self._layers[self._own]
         self.others = True
         return self._layers[key]
@@ -96,7 +96,7 @@ class LayerState(NamedTuple):
     written: dict[int, int]  # index of a tensor before the call -> index of the tensor's new contents in the results
 
 
-class Part:
+class CachePart:
     """The part of a cache that a layer of a model may use: one cache layer, and attributes of the cache."""
 
     def __init__(self, cache: Any, layer: nn.Module):

@@ -24,7 +24,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from hostweave.base.errors import ProgramError
-from hostweave.torch.layer_caches import INDEX, Index, LayerState, Part, described, flat, is_cache, tensors_in, with_tensors
+from hostweave.torch.layer_caches import INDEX, CachePart, LayerIndex, LayerState, described, flat, is_cache, tensors_in, with_tensors
 from hostweave.torch.nodes import OF_TORCH, written_by
 from hostweave.torch.ops import define, ops
 from hostweave.torch.plan import tensors_of
@@ -68,7 +68,7 @@ define("layer_ends(Tensor[] made, int number) -> Tensor[]", _alike)
 define("layer(Tensor[] taken, Tensor[] own, int number, str path) -> Tensor[]", _made)
 
 
-class _Call:
+class _LayerCall:
     """A call of a layer. `key` is equal for calls with equal arguments, modes and caches, and None if arguments or caches cannot be
     compared."""
 
@@ -77,7 +77,7 @@ class _Call:
         caches = {id(leaf): leaf for leaf in self.leaves if is_cache(leaf)}
         self.has_cache = len(caches) == 1
         (cache,) = caches.values() if self.has_cache else (SimpleNamespace(layers=[]),)
-        self.part = Part(cache, layer)
+        self.part = CachePart(cache, layer)
         self.arguments = tensors_in(self.leaves)
         self.operands = [*self.arguments, *self.part.tensors], [tensor for _, tensor in tensors_of(layer)]
         state, others = self.part.key(), [None if self.has_cache and is_cache(leaf) else leaf for leaf in self.leaves]
@@ -91,7 +91,7 @@ class _First:
 
     traced: Traced
     structure: object
-    call: _Call
+    call: _LayerCall
     reads: dict[str, dict[str, _Read]]  # by path of the submodule
     returned: list[Any]
     spec: Any  # structure of `returned`
@@ -123,7 +123,7 @@ class Repeats:
         firsts = self._firsts.setdefault(path.rpartition(".")[0], [])
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call, why = _Call(layer, args, kwargs), ""
+            call, why = _LayerCall(layer, args, kwargs), ""
             if self._is_inside or call.key is None:
                 why = "another traced layer calls it" if self._is_inside else "its arguments or its cache cannot be compared"
                 self.how.setdefault(path, f"traced: {why}")
@@ -147,7 +147,7 @@ class Repeats:
 
         return forward
 
-    def _first(self, path: str, layer: nn.Module, own: Any, structure: object, call: _Call) -> tuple[_First, list[torch.Tensor], str]:
+    def _first(self, path: str, layer: nn.Module, own: Any, structure: object, call: _LayerCall) -> tuple[_First, list[torch.Tensor], str]:
         """Traces a layer. Returns the layer, the result tensors with tensors of the cache, and "" or the reason why the trace cannot
         represent other layers."""
         traced = Traced(path, len(call.arguments))
@@ -210,7 +210,7 @@ def _structure(layer: nn.Module) -> object:
     return modules, tensors
 
 
-def _difference(first: _First, layer: nn.Module, structure: object, call: _Call) -> str:
+def _difference(first: _First, layer: nn.Module, structure: object, call: _LayerCall) -> str:
     """Description of how a layer differs from a traced layer, or ""."""
     if structure != first.structure:
         return "its structure differs"
@@ -221,7 +221,7 @@ def _difference(first: _First, layer: nn.Module, structure: object, call: _Call)
         for name, read in reads.items():
             now = held.get(name, _ABSENT)
             contents = _contents(read.found if now is _ABSENT else now)
-            equals = read.value.equals if type(read.value) is Index else lambda value, read=read: is_same(read.value, value)
+            equals = read.value.equals if type(read.value) is LayerIndex else lambda value, read=read: is_same(read.value, value)
             if not equals(now) or not is_same(read.contents, contents):
                 return f"its {f'{path}.{name}'.lstrip('.')} differs"
     return ""
@@ -250,14 +250,14 @@ def _contents(value: Any) -> Any:
 @contextmanager
 def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
     """Records which attributes of submodules are read, by path, and the names of attributes that are assigned or whose contents change.
-    With `has_cache`, a read of a submodule's index in a cache returns an `Index`."""
+    With `has_cache`, a read of a submodule's index in a cache returns a `LayerIndex`."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
         for path, part in layer.named_modules():
             stack.callback(setattr, part, "__class__", type(part))
             index = vars(part).get(INDEX) if has_cache else None
-            instead = {INDEX: Index(index)} if type(index) is int else {}
+            instead = {INDEX: LayerIndex(index)} if type(index) is int else {}
             part.__class__ = _watching(type(part), vars(part), reads.setdefault(path, {}), written, instead)
         yield reads, written
         of_all = ((name, read) for of_part in reads.values() for name, read in of_part.items())

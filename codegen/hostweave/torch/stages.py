@@ -13,7 +13,7 @@ from torch.fx import Node
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.frontend.tracing import Function
+from hostweave.fusion_ir.frontend.tracing import BlockFunction
 from hostweave.torch.graph import Graph
 from hostweave.torch.joint import Joint
 from hostweave.torch.plan import matching, tensors_of
@@ -36,7 +36,7 @@ class Source:
 @dataclass
 class StagePart:
     graph: Graph
-    function: Function
+    function: BlockFunction
     types: list[TensorType]
 
     def __call__(self, value: Callable[[Node, str], hw.Tensor]) -> dict[Node, hw.Tensor]:

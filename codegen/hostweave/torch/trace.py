@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import hostweave as hw
 from hostweave.base.errors import ProgramError, stated_location
 from hostweave.base.names import claim_unique, unique_name
-from hostweave.fusion_ir.frontend.tracing import Function
+from hostweave.fusion_ir.frontend.tracing import BlockFunction
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
@@ -34,7 +34,7 @@ def traced(graph: Graph, name: str, options: Options) -> Fusion:
     return _fusion(graph, name, _starts(graph, name, options))
 
 
-def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function, list[TensorType]]:
+def traced_function(graph: Graph, name: str, options: Options) -> tuple[BlockFunction, list[TensorType]]:
     """Translates a graph to a function. Also returns the types of the results."""
     starts = _starts(graph, name, options, f"{name}_")
     outputs = [node for node in graph.outputs if node not in graph.constants]
@@ -47,7 +47,7 @@ def traced_function(graph: Graph, name: str, options: Options) -> tuple[Function
     return hw.block(**inputs)(_program(graph, name, starts)), types
 
 
-LayerStarts = Mapping[Node, tuple[Layer, Function | Layer]]  # first node -> (layer, function or an equal layer to take results from)
+LayerStarts = Mapping[Node, tuple[Layer, BlockFunction | Layer]]  # first node -> (layer, function or an equal layer to take results from)
 
 
 def _starts(graph: Graph, name: str, options: Options, prefix: str = "") -> LayerStarts:
@@ -230,7 +230,7 @@ def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 
 
-def _function(graph: Graph, layer: Layer, types: Mapping[Node, TensorType], prefix: str) -> Function:
+def _function(graph: Graph, layer: Layer, types: Mapping[Node, TensorType], prefix: str) -> BlockFunction:
     """Function of equal layers. Values between layers are sharded like the results of the first layer."""
     taken = set[str]()
     names: list[str] = []

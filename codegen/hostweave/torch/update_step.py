@@ -39,7 +39,7 @@ class OperandSource:
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberOperand:
     """An operand that is a number: element `at` of `UpdateStep.numbers`."""
 
     at: int
@@ -63,7 +63,7 @@ class UpdateOp:
 
 
 # op, arguments by position or name, keys of the arguments that are numbers of the step, results
-Call = tuple[Any, Mapping[object, Any], Sequence[object], Any]
+RecordedCall = tuple[Any, Mapping[object, Any], Sequence[object], Any]
 
 
 @dataclass
@@ -76,7 +76,7 @@ class UpdateStep:
     results: dict[str, OperandSource]
     filled: dict[str, float]  # state entry that the step creates -> number that fills the entry
     host: dict[str, Any]  # state entry on the host -> value after the step
-    calls: list[Call]  # empty if the step cannot be replayed
+    calls: list[RecordedCall]  # empty if the step cannot be replayed
 
     @property
     def words(self) -> tuple[object, ...]:
@@ -89,7 +89,7 @@ class UpdateStep:
         anything = values[PARAMETER]
 
         def operand(one: Any) -> Any:
-            if isinstance(one, Number):
+            if isinstance(one, NumberOperand):
                 return numbers.get(one.at, self.numbers[one.at])
             return self._value(one, values, made) if isinstance(one, OperandSource) else one
 
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: list[float] = []
         self._roles: list[str] = []
         self._operands: list[Any] = []  # numbers of the current op, some of them in tensors on the host
-        self._calls, self._can_replay = list[Call](), True
+        self._calls, self._can_replay = list[RecordedCall](), True
         self._values: dict[int, dict[object, OperandSource]] = {}  # storage -> layout of a tensor in the storage -> source of the tensor
         self._first: dict[int, OperandSource] = {}  # storage -> source of the first tensor in the storage
         self._held: list[torch.Tensor] = []  # kept alive, so that ids of storages are not reused
@@ -143,10 +143,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return OperandSource(number_of[read.source], read.result)
 
         def renumbered(one: Any) -> Any:
-            if isinstance(one, Number):
+            if isinstance(one, NumberOperand):
                 numbers.append(self._numbers[one.at])
                 roles.append(self._roles[one.at])
-                return Number(len(numbers) - 1)
+                return NumberOperand(len(numbers) - 1)
             return moved(one) if isinstance(one, OperandSource) else one
 
         for op in (self._ops[number] for number in stay):
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _fill(self, op: UpdateOp) -> float | None:
         word = op.name.partition(".")[0]
         value = _FILLS.get(word)
-        given = [self._numbers[one.at] for one in op.args if isinstance(one, Number)]
+        given = [self._numbers[one.at] for one in op.args if isinstance(one, NumberOperand)]
         return value if value is not None else given[0] if word in _FILLS and given else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Location(Path(self._file).name, frame.f_lineno, linecache.getline(self._file, frame.f_lineno))
 
     def _operand(self, base: str, key: str, kind: str, one: Any) -> Any:
-        """Converts an argument to an OperandSource or a Number. Returns attributes, such as dims, unchanged."""
+        """Converts an argument to an OperandSource or a NumberOperand. Returns attributes, such as dims, unchanged."""
         if isinstance(one, list | tuple):
             return type(one)(self._operand(base, key, kind, each) for each in one)
         is_tensor = isinstance(one, torch.Tensor)
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers.append(one.item() if is_tensor else one)
         word = base.removesuffix("_")
         self._roles.append(word if key == "other" else f"{word}_{key}")
-        return Number(len(self._numbers) - 1)
+        return NumberOperand(len(self._numbers) - 1)
 
     def _put(self, tensor: Any, read: OperandSource, anew: bool = False) -> None:
         """Records the source of a tensor. With `anew`, the tensor was written, so earlier views of its storage become invalid."""
@@ -259,7 +259,7 @@ class Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Returns the results of recorded calls, and collects the numbers of the new calls. Raises ValueError if a new call differs from the
     recorded call in anything but numbers, and StopIteration if there is no recorded call left."""
 
-    def __init__(self, calls: Sequence[Call]):
+    def __init__(self, calls: Sequence[RecordedCall]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls, self.numbers = iter(calls), list[float]()
 

@@ -13,10 +13,10 @@ from hostweave.check.results.field import P
 from hostweave.check.results.samples import (
     Exact,
     NeedsSingleSample,
-    Number,
     Part,
     Real,
     Samples,
+    ScalarLike,
     aligned,
     as_reals,
     has_samples,
@@ -105,7 +105,7 @@ class Functions:
             return x.random_function(name, getattr(np, name)(in_domain, *(other.value for other in others)), *others)
 
     def sqrt(self, x: Any) -> Any:
-        if isinstance(x, Number):
+        if isinstance(x, ScalarLike):
             return np.sqrt(x)
         return x.random_function("sqrt", np.sqrt(np.abs(x.value)))
 

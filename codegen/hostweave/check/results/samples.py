@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hostweave.check.results import field
 
 Part = NDArray[Any]
-Number = int | float | bool | np.generic
+ScalarLike = int | float | bool | np.generic
 
 ROUNDING_TOLERANCE = 1e-9  # relative error at which a shadow counts as an integer, or a sum as 0
 

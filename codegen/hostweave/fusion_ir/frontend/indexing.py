@@ -15,12 +15,12 @@ from hostweave.types.tensor import TensorType
 if TYPE_CHECKING:
     from hostweave.fusion_ir.frontend.trace import Tensor
 
-Index = int | slice | EllipsisType | None
+IndexKey = int | slice | EllipsisType | None
 
 LARGE = 720720 << 20  # value of symbols in comparisons of bounds; divisible by all numbers up to 16
 
 
-def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
+def indexed(x: Tensor, key: IndexKey | tuple[IndexKey, ...]) -> Tensor:
     """Part of x that the keys select. A key is a slice with a positive step, an int (drops a dim), `None` (adds a dim) or `...`.
 
     A slice must be within its dim, and must not be empty. If the size of the dim is symbolic, tracing checks both rules for large sizes

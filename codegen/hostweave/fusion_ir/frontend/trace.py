@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_you_mean, is_of_package
 from hostweave.base.signatures import checked, with_ints
-from hostweave.fusion_ir.frontend.indexing import Index, indexed
+from hostweave.fusion_ir.frontend.indexing import IndexKey, indexed
 from hostweave.fusion_ir.frontend.recording import being_traced, dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import CHUNKINGS, Fusion, Op, Scalar, Stream, Value
@@ -155,7 +155,7 @@ class Tensor:
             raise ProgramError.here(f"T: {self.type} has {self.ndim} dims, not 2; use hw.permute_dims(x, axes)")
         return record("permute_dims", self, axes=(1, 0))
 
-    def __getitem__(self, key: Index | tuple[Index, ...]) -> Tensor:
+    def __getitem__(self, key: IndexKey | tuple[IndexKey, ...]) -> Tensor:
         return indexed(self, with_ints(key))
 
     def __iter__(self) -> Iterator[Tensor]:

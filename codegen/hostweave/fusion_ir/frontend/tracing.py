@@ -159,7 +159,7 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
 
 
 @checked
-def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
+def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], BlockFunction]:
     """Decorator for a function that a fusion calls several times, such as a layer of a model. Each fusion traces and compiles the function
     once.
 
@@ -178,10 +178,10 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
         ```
     """
     location = Location.of_caller()
-    return lambda function: Function(function, inputs, location, donate)
+    return lambda function: BlockFunction(function, inputs, location, donate)
 
 
-class Function:
+class BlockFunction:
     """A function that fusions and other functions can call, created by `hw.block`."""
 
     def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):
@@ -227,7 +227,7 @@ class Function:
 
     def _traced(self, trace: _Trace) -> Fusion:
         if self not in trace.functions:
-            if any(isinstance(other, Function) and other.name == self.name for other in trace.functions):
+            if any(isinstance(other, BlockFunction) and other.name == self.name for other in trace.functions):
                 raise ProgramError.here(f"call: two functions are named @{self.name}; rename one")
             trace.functions[self], inner = None, _Trace(trace.mesh, trace.functions, trace.sources)
             try:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hostweave.host_ir.expr import Expr
-from hostweave.host_ir.tree import Awaited, Body, Called, Forked, Index, Instruction, Joined, Reads, Recorded, Stream, Writes
+from hostweave.host_ir.tree import Awaited, Body, Called, Forked, Index, Instruction, Joined, Reads, Recorded, StreamPool, Writes
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 
@@ -12,7 +12,7 @@ from hostweave.types.size import Size
 class OnStream(Instruction):
     """Runs the body on stream `index % count` of the pool."""
 
-    stream: Stream
+    stream: StreamPool
     index: Expr
     body: Body
     syntax = "stream {stream}[{index}] {body}"

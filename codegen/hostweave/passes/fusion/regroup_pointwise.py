@@ -15,15 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hostweave.fusion_ir.emitter import OpRewriter
-from hostweave.fusion_ir.index_map import ONE, groups
+from hostweave.fusion_ir.index_map import ONE, SymbolicShape, groups
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code, is_pointwise
 from hostweave.options import Options
-from hostweave.types.size import Size
 from hostweave.types.tensor import Dim
-
-Shape = tuple[Size, ...]
 
 
 def regroup_pointwise(fusion: Fusion, options: Options) -> Fusion:
@@ -38,8 +35,8 @@ class _Group:
     """Names of pointwise ops of one shape, and the new shape of these ops."""
 
     names: set[str]
-    have: Shape
-    want: Shape
+    have: SymbolicShape
+    want: SymbolicShape
     regrouped: dict[str, str] = field(default_factory=dict)  # value -> the value in the new shape
 
 
@@ -68,7 +65,7 @@ class _Groups:
                 return group
         return None
 
-    def shapes_beside(self, names: set[str], have: Shape) -> Iterator[Shape]:
+    def shapes_beside(self, names: set[str], have: SymbolicShape) -> Iterator[SymbolicShape]:
         """Shapes of kernels that compute operands of a group before a reshape, or read values of the group after a reshape."""
         reshapes = {op.result.name for name in names for op in self.beside(name) if op.kind == "reshape"}
         for result in sorted(reshapes, key=self.numbers.__getitem__):
@@ -158,7 +155,7 @@ def _is_kernel(op: Op) -> bool:
     return bool(entry.cpp or entry.combine or entry.fiber or entry.parts) and not entry.is_view
 
 
-def _regrouped(shape: Shape, group: _Group) -> Shape | None:
+def _regrouped(shape: SymbolicShape, group: _Group) -> SymbolicShape | None:
     """Shape that an operand needs after its group has moved. None if the operand is broadcast along only some of the dims that merge."""
     wide = (ONE,) * (len(group.have) - len(shape)) + shape
     new = [ONE] * len(group.want)

@@ -73,11 +73,11 @@ def _sunk(body: tree.Body) -> tree.Body:
     return tuple(instruction for instruction, _ in lines)
 
 
-_Line = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that it and its bodies use
-_Lines = list[_Line]
+_WithUses = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that it and its bodies use
+_Lines = list[_WithUses]
 
 
-def _line(i: tree.Instruction) -> _Line:
+def _line(i: tree.Instruction) -> _WithUses:
     return i, {name for inner in tree.walk((i,)) for name in tree.names(inner, "read", "write", "alias")}
 
 

@@ -30,7 +30,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, DType, TensorType, f8e4m3, f16, f32
 
 Operands = tuple[str, str, str, str]  # a, b, scales of a, scales of b
-Scaled = tuple[str, str]  # a matrix and its scales
+ScaledMatrix = tuple[str, str]  # a matrix and its scales
 
 
 class ScaledMatmuls:
@@ -80,13 +80,13 @@ class ScaledMatmuls:
         else:
             multiply(False, None)
 
-    def matmul(self, of_a: Scaled, of_b: Scaled, target: str, accumulates: bool, into: str | None = None) -> None:
+    def matmul(self, of_a: ScaledMatrix, of_b: ScaledMatrix, target: str, accumulates: bool, into: str | None = None) -> None:
         """Emits a matmul that writes `into`, by default `target`. If `accumulates`, the matmul adds the contents of `target`."""
         (a, scale_a), (b, scale_b) = of_a, of_b
         result = self.b.reshape(into or target, self.b.types[target].shape, f"{into}_matrix")
         self.b.emit(ir.Matmul(a, b, result, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
-    def padded(self, a: str, scale_a: str, of_b: Scaled, target: str, steps: LoopSteps | None) -> Callable[[bool, str | None], None]:
+    def padded(self, a: str, scale_a: str, of_b: ScaledMatrix, target: str, steps: LoopSteps | None) -> Callable[[bool, str | None], None]:
         """Function that emits the matmul of padded operands. Appends rows of zeros up to a multiple of PADDED rows. With one scale per part
         of a row, cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]

@@ -82,24 +82,24 @@ def _of_rows(x: hw.Tensor) -> hw.Tensor:
     return x if x.ndim == 2 else hw.reshape(x, str(product(x.type.shape[:-1])), str(x.type.shape[-1]))
 
 
-Scaled = tuple[hw.Tensor, hw.Tensor]  # (values, scales)
+Quantised = tuple[hw.Tensor, hw.Tensor]  # (values, scales)
 
 
-def _turned(scaled: Scaled) -> Scaled:
+def _turned(scaled: Quantised) -> Quantised:
     return scaled[0].T, scaled[1].T
 
 
-def _product(a: Scaled, b: Scaled, out: DType) -> hw.Tensor:
+def _product(a: Quantised, b: Quantised, out: DType) -> hw.Tensor:
     """Product of a [M, K] and the transpose of b [N, K], which are quantised along K."""
     return hw.scaled_matmul(a[0], b[0].T, a[1], b[1].T, out_dtype=out)
 
 
-def _scaled_rows(x: hw.Tensor, weight: Scaled, scaling: str, of_x: DType) -> hw.Tensor:
+def _scaled_rows(x: hw.Tensor, weight: Quantised, scaling: str, of_x: DType) -> hw.Tensor:
     made = _product(hw.quantize(_of_rows(x), scaling, of_x), weight, x.dtype)
     return made if x.ndim == 2 else hw.reshape(made, *map(str, (*x.type.shape[:-1], weight[0].type.shape[0])))
 
 
-def _weight(weight: hw.Tensor, scaling: str) -> Scaled:
+def _weight(weight: hw.Tensor, scaling: str) -> Quantised:
     return hw.quantize(weight, "block2d" if scaling == "block" else scaling)
 
 
