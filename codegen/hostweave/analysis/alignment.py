@@ -8,7 +8,7 @@ from hostweave.types.machine import Machine
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, is_matrix, strides_of
 
-BYTES = 16
+ALIGNMENT_BYTES = 16  # cuBLASLt is fast if rows begin and end at multiples
 SIDES = {"a": ("m", "k"), "b": ("k", "n"), "dst": ("m", "n")}  # dims of each matrix
 
 
@@ -48,13 +48,13 @@ def unaligned(i: tree.Instruction, types: Mapping[str, BufferType], machine: Mac
     sizes = {"m": m, "n": n, "k": k}
     ragged, pitched = set[str](), list[str]()
     for field, type in matrices.items():
-        multiple = BYTES // type.dtype.itemsize
+        multiple = ALIGNMENT_BYTES // type.dtype.itemsize
         row, other = rows_of(type)
         if sizes[SIDES[field][row]] % multiple:
             ragged.add(SIDES[field][row])
         if int(strides_of(type)[other]) % multiple and type.shape[other] != Size():
             pitched.append(field)
-    multiple = BYTES // min(a.dtype.itemsize, dst.dtype.itemsize)
+    multiple = ALIGNMENT_BYTES // min(a.dtype.itemsize, dst.dtype.itemsize)
     if not (ragged or pitched) or any(sizes[dim] < multiple for dim in ragged):
         return None
     batch = int(product(dst.shape[:-2]))

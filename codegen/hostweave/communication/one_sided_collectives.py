@@ -40,8 +40,8 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-# Largest size, in bytes, at which an all_reduce with equal blocks has one round of reads. Latency dominates such an all_reduce.
-SMALL = 1 << 15
+# Largest size at which an all_reduce with equal blocks has one round of reads. Latency dominates such an all_reduce.
+ONE_ROUND_BYTES = 1 << 15
 
 
 class OneSidedCollectives(Signals):
@@ -98,7 +98,7 @@ class OneSidedCollectives(Signals):
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
-        if part is None or (count.is_int and int(count) * type.dtype.itemsize <= SMALL):
+        if part is None or (count.is_int and int(count) * type.dtype.itemsize <= ONE_ROUND_BYTES):
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
             self.all_gather(src, terms)
             reduction.emit((terms,), dst)

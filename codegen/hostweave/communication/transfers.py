@@ -25,7 +25,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import TensorType
 
-COPIES = "copies"  # mesh axis along which a sender broadcasts
+BROADCAST_AXIS = "copies"  # name of the mesh axis along which a sender broadcasts
 
 MakesBuffer = Callable[[], str]  # returns the buffer to send or to receive into; called in the `on` body of the buffer's mesh
 
@@ -156,11 +156,11 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
     with b.on(target), _blocks_to_receive(b, dst, blocks, None, None) as landing:
         wanted = b.types[dst()].shape
         for sender, receivers in blocks.receivers.items():
-            group = Mesh(((COPIES, 1 + len(receivers)),), (sender, *receivers))
+            group = Mesh(((BROADCAST_AXIS, 1 + len(receivers)),), (sender, *receivers))
             with b.on(group):
-                b.emit(ir.BroadcastToOthers(sent, landing, Const(0), b.channel((COPIES,))))
+                b.emit(ir.BroadcastToOthers(sent, landing, Const(0), b.channel((BROADCAST_AXIS,))))
         if staying_ranks := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
-            with b.on(Mesh(((COPIES, len(staying_ranks)),), staying_ranks)):
+            with b.on(Mesh(((BROADCAST_AXIS, len(staying_ranks)),), staying_ranks)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
                 b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))
 

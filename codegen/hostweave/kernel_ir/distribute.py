@@ -29,7 +29,7 @@ from hostweave.kernel_ir.loops import (
 )
 from hostweave.types.machine import Machine
 
-SMALL = 32  # elements; one thread computes a reduction whose innermost dim is shorter
+MIN_PARALLEL_ELEMENTS = 32  # one thread computes a reduction whose innermost dim has fewer elements
 TILE = 32  # columns in the tile of a block: hw::kTile
 TILE_THREADS, MAX_THREADS = 512, 1024  # threads per tile: default, and for at most one tile per multiprocessor
 
@@ -49,7 +49,7 @@ def _of_fibers(loops: Loops) -> str:
 
 def _of_elements(loops: Loops) -> str:
     inputs, reduced = loops.inputs, loops.reduced
-    if not reduced or (reduced[-1].size.is_int and int(reduced[-1].size) < SMALL):
+    if not reduced or (reduced[-1].size.is_int and int(reduced[-1].size) < MIN_PARALLEL_ELEMENTS):
         return BY_THREAD
     whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
     if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):

@@ -31,17 +31,17 @@ from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW
 from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
-WARP = 32
+WARP = 32  # threads
 ROW_THREADS = 512  # maximum number of threads that share a row of known length
 MANY_THREADS = 1024  # replaces ROW_THREADS if threads hold computed values, which need more registers
 LANES_PER_ROW = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp may then have several rows
-LINE = 8  # preferred minimum of threads that share a row: 8 accesses of 16 bytes read 128 bytes
+MIN_ROW_THREADS = 8  # preferred minimum number of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and maximum threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # vectors of a row per thread, in order of preference
 HELD = 20  # maximum number of accesses whose elements a thread holds: 80 registers
 RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
 FEW_HELD, FEW_INPUTS = 16, 12  # maximum number of held accesses that count as few: with computed values, and with inputs only
-LARGE = 256  # threads of a large block; a few more registers per thread already reduce the number of such blocks per multiprocessor
+LARGE_BLOCK = 256  # threads; a few more registers per thread already reduce the number of such blocks per multiprocessor
 HELD_ROWS = 5  # maximum number of held rows of unknown length; a row counts once per 16 bytes of a vector
 LATE_BYTES = 16 << 10  # maximum number of bytes of rows that are held only for an early load, in a kernel without a collective
 EXPENSIVE = 16  # lowest cost per element of an expensive value, in additions
@@ -121,7 +121,7 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
         return replace(loops, distribution=BY_ROW, threads=count // blocks[0], blocks=blocks[0], held=held)
     if count and (threads := _threads_of_row(count, accesses, most)):
         computes = threads > WARP and most == MANY_THREADS
-        few = FEW_HELD if computes else FEW_INPUTS if threads >= LARGE and len(loops.results) == 1 else 0
+        few = FEW_HELD if computes else FEW_INPUTS if threads >= LARGE_BLOCK and len(loops.results) == 1 else 0
         resident = RESIDENT_THREADS // threads if 0 < count // threads * accesses <= few else 0
         by = BY_ROW if threads > WARP else BY_SHORT_ROW
         return replace(loops, distribution=by, threads=threads, resident=resident, held=held)
@@ -131,7 +131,7 @@ def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
 def _threads_of_row(vectors: int, held: int, most: int) -> int:
     """Number of threads that share a row of `vectors` vectors evenly, or 0. For each vector, a thread holds `held` accesses in
     registers."""
-    for least, each in itertools.product((LINE, 1), EACH):
+    for least, each in itertools.product((MIN_ROW_THREADS, 1), EACH):
         threads = vectors // each
         fits = (threads % WARP == 0 and threads <= most) or (threads in LANES_PER_ROW and threads >= min(least, vectors))
         if fits and vectors % each == 0 and each * held <= HELD:

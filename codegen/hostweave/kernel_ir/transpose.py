@@ -17,14 +17,14 @@ from dataclasses import replace
 from hostweave.kernel_ir.loops import BY_THREAD, BY_TILE, ONE, ZERO, Loops
 from hostweave.types.machine import Machine
 
-LEAST = 16  # elements; a tile of a shorter dim would be mostly empty
-BYTES = 4  # largest size of an element of the transposed result, in bytes
+MIN_TILED_ELEMENTS = 16  # a tile of a shorter dim would be mostly empty
+MAX_ELEMENT_BYTES = 4  # largest element of the transposed result
 
 
 def transpose(loops: Loops, machine: Machine) -> Loops:
     others = loops.reduced or loops.fibers or loops.updates or loops.space.joined or loops.kernel.exchanges
     is_plain = loops.distribution == BY_THREAD and not others
-    if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < LEAST for dim in loops.kept):
+    if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < MIN_TILED_ELEMENTS for dim in loops.kept):
         return loops
     orders = (replace(loops, kept=kept, distribution=BY_TILE) for kept in (loops.kept, loops.kept[::-1]))
     return next(filter(_writes_across, orders), loops)
@@ -35,6 +35,6 @@ def _writes_across(loops: Loops) -> bool:
     strides = {access: tuple(loops.stride(access, dim) for dim in loops.kept) for access in loops.memory}
     across = [access for access, (first, last) in strides.items() if first == ONE and last not in (ZERO, ONE)]
     others = [both for access, both in strides.items() if access not in across]
-    is_one = len(across) == 1 and across[0] in loops.stores and loops.memory[across[0]].dtype.itemsize <= BYTES
+    is_one = len(across) == 1 and across[0] in loops.stores and loops.memory[across[0]].dtype.itemsize <= MAX_ELEMENT_BYTES
     is_read = any(last == ONE and first != ZERO for first, last in others)
     return is_one and is_read and all(last in (ZERO, ONE) for _, last in others)

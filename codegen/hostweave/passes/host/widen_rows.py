@@ -13,7 +13,7 @@ the 50257th column.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hostweave.analysis.alignment import BYTES, Unaligned, rows_of, takes_padded_rows, unaligned
+from hostweave.analysis.alignment import ALIGNMENT_BYTES, Unaligned, rows_of, takes_padded_rows, unaligned
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
@@ -119,5 +119,5 @@ class _Rows:
 
 
 def _aligned(type: BufferType) -> Size:
-    step = BYTES // type.dtype.itemsize
+    step = ALIGNMENT_BYTES // type.dtype.itemsize
     return Size(-(-int(type.shape[-1]) // step) * step)
