@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # The methods import these modules on first use, see Compiled
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
-ASKED = 10  # factor on MAX_ELEMENTS for a check that the user requests
+ASKED_FACTOR = 10  # multiplies MAX_ELEMENTS in a check that the user requests
 MAX_CHECKED_RANKS = 16  # largest mesh that is checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods that also take arrays by name
 
@@ -60,7 +60,7 @@ class Compiled:
 
         if not isinstance(self.given, Fusion):
             return (*check(self.host, sizes), NO_FUSION)
-        most = MAX_ELEMENTS * (ASKED if is_asked else 1)
+        most = MAX_ELEMENTS * (ASKED_FACTOR if is_asked else 1)
         return check(self.host, sizes, self.given, lambda: stages(self.given, self.options), most)
 
     def otherwise(self, variant: str = "", **options: Any) -> Compiled:

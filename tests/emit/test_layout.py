@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hostweave.emit.layout import COLUMNS, format_cpp
+from hostweave.emit.layout import COLUMN_LIMIT, format_cpp
 
 
 def test_blocks_are_indented_without_blank_lines_at_their_ends() -> None:
@@ -22,7 +22,7 @@ def test_short_functions_stay_on_one_line() -> None:
     assert (
         format_cpp("int f() {\nreturn 1;\n}\n\nvoid g() {\nif (x) h();\n}\n") == "int f() { return 1; }\n\nvoid g() {\n  if (x) h();\n}\n"
     )
-    long = f"void f() {{\nreturn {'a' * COLUMNS};\n}}\n"
+    long = f"void f() {{\nreturn {'a' * COLUMN_LIMIT};\n}}\n"
     assert format_cpp(long).count("\n") == 3
 
 
@@ -34,7 +34,7 @@ def test_long_calls_break_between_arguments() -> None:
     arguments = [f"argument_{i}" for i in range(12)]
     lines = format_cpp(f"HW_CHECK(call({', '.join(arguments)}));\n").splitlines()
     assert len(lines) == 2
-    assert all(len(line) <= COLUMNS for line in lines)
+    assert all(len(line) <= COLUMN_LIMIT for line in lines)
     assert lines[1].startswith(" " * len("HW_CHECK(call(") + "argument_")
 
 
@@ -46,7 +46,7 @@ def test_a_call_that_fits_on_the_next_line_is_moved_there() -> None:
 def test_an_expression_without_commas_is_broken_after_the_equals_sign() -> None:
     value = " + ".join(f"term_{i} * (size_{i})" for i in range(6))
     assert format_cpp(f"const auto x = load({value});\n").splitlines() == ["const auto x =", f"    load({value});"]
-    assert format_cpp(f"add({'a' * COLUMNS});\n") == f"add({'a' * COLUMNS});\n"
+    assert format_cpp(f"add({'a' * COLUMN_LIMIT});\n") == f"add({'a' * COLUMN_LIMIT});\n"
 
 
 def test_conditions_and_launch_bounds_have_separate_lines() -> None:
@@ -78,7 +78,7 @@ def test_constructors_break_between_initializers() -> None:
 def test_long_comments_are_filled() -> None:
     text = format_cpp("// " + "word " * 40 + "\n")
     assert [line.startswith("// word") for line in text.splitlines()] == [True, True]
-    assert len(text.splitlines()[0]) <= COLUMNS
+    assert len(text.splitlines()[0]) <= COLUMN_LIMIT
 
 
 def test_a_comment_that_does_not_fit_goes_before_its_line() -> None:
@@ -86,7 +86,7 @@ def test_a_comment_that_does_not_fit_goes_before_its_line() -> None:
     lines = format_cpp(f"struct S {{\nint a;  // {words}\n}};\n").splitlines()
     assert all(line.startswith("  // word") for line in lines[1:-2])
     assert lines[-2:] == ["  int a;", "};"]
-    assert max(map(len, lines)) <= COLUMNS
+    assert max(map(len, lines)) <= COLUMN_LIMIT
 
 
 def test_brackets_and_commas_in_strings_break_no_line() -> None:

@@ -36,8 +36,8 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
 CALLER = "caller"
-ROUTES_A_LINE = 8
-LONGEST_COMMENT = 114
+ROUTES_PER_LINE = 8  # in a table of routes
+MAX_COMMENT_CHARACTERS = 114  # for a line of the user, without " ..."
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ class Emitter:
         (name,), tables = tree.names(i, "read", "write"), self.context.routes
         if i.routes not in tables:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
-            lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
+            lines = [", ".join(rows[at : at + ROUTES_PER_LINE]) + "," for at in range(0, len(rows), ROUTES_PER_LINE)]
             tables[i.routes] = self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), lines
         ends = ("send", "sender", "sent", "receiver") if i.posts == "send" else ("recv", "receiver", "received", "sender")
         macro = partial(lay_out, "Routed", self.transport(i).template, e=self, i=i, name=name, ends=ends, routes=tables[i.routes][0])
@@ -482,8 +482,8 @@ def _comment(location: Location) -> str:
     """Formats a source line as a C++ comment. A line that is too long loses its own comment first. Removes trailing characters that would
     continue the comment on the next line."""
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
-    code = whole if len(whole) <= LONGEST_COMMENT else re.sub("  # .*", "", whole)
-    cut = code if len(code) <= LONGEST_COMMENT else re.sub(r"[.\w]+$", "", code[:LONGEST_COMMENT])
+    code = whole if len(whole) <= MAX_COMMENT_CHARACTERS else re.sub("  # .*", "", whole)
+    cut = code if len(code) <= MAX_COMMENT_CHARACTERS else re.sub(r"[.\w]+$", "", code[:MAX_COMMENT_CHARACTERS])
     kept = re.sub(r"(\\|\?\?/| )+$", "", cut)
     return kept if kept == code else f"{kept} ..."
 

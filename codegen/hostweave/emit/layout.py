@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from hostweave.base.paths import TEMPLATES
 from hostweave.emit.cpp import quoted
 
-COLUMNS = 130
+COLUMN_LIMIT = 130  # characters per line, as in .clang-format
 INDENT = "  "
 GuardedStatement = tuple[str, str]  # condition, statement
 
@@ -48,7 +48,7 @@ def _short_function(lines: list[str]) -> list[str]:
     if opening < 0 or len(body) > 1 or (body and (opening > 0 or body[0].lstrip().startswith(("if ", "for ")))):
         return []
     line = f"{lines[opening]} {body[0].strip()} }}" if body else f"{lines[opening]}}}"
-    return [*lines[:opening], line] if len(line) <= COLUMNS else []
+    return [*lines[:opening], line] if len(line) <= COLUMN_LIMIT else []
 
 
 # Lines that break after a head: `if` and `for` with a statement, kernels and constructors. The groups of a pattern are the head and the
@@ -61,7 +61,7 @@ _HEADS = (
 
 
 def _broken(line: str, indent: str) -> list[str]:
-    if len(indent + line) <= COLUMNS:
+    if len(indent + line) <= COLUMN_LIMIT:
         return [indent + line]
     if line.startswith("//"):
         return _filled(f"{indent}//", line.split(" ")[1:], f"{indent}//{INDENT if line.startswith('// - ') else ''}")
@@ -90,7 +90,7 @@ def _broken(line: str, indent: str) -> list[str]:
     # the argument then fits on one line.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
-    if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
+    if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMN_LIMIT:
         return [indent + line[:outer], indent + INDENT * 2 + line[outer:]]
     first, *rest = _pieces(line, bare, depths, start)
     if not rest and 0 < (equals := bare.find(" = ")) < start:
@@ -103,7 +103,7 @@ def _broken(line: str, indent: str) -> list[str]:
 def _filled(line: str, words: list[str], margin: str) -> list[str]:
     lines = [line]
     for word in words:
-        if len(lines[-1]) + 1 + len(word) > COLUMNS:
+        if len(lines[-1]) + 1 + len(word) > COLUMN_LIMIT:
             lines.append(margin)
         lines[-1] += " " + word
     return lines
@@ -119,12 +119,12 @@ def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
 
 
 def _with_aligned_comments(lines: list[str]) -> list[str]:
-    """Aligns the trailing comments of adjacent lines, as long as all lines stay within COLUMNS."""
+    """Aligns the trailing comments of adjacent lines, as long as all lines stay within COLUMN_LIMIT."""
     runs: list[list[tuple[str, str]]] = []  # (code, comment) of each line, in runs of adjacent lines
     for line in lines:
         code, slashes, comment = (line, "", "") if line.lstrip().startswith(("//", "}", "#")) else line.partition("  // ")
         run = [*runs[-1], (code, slashes + comment)] if runs and runs[-1][-1][1] and slashes else []
-        if run and sum(max(len(entry[part]) for entry in run) for part in (0, 1)) <= COLUMNS:
+        if run and sum(max(len(entry[part]) for entry in run) for part in (0, 1)) <= COLUMN_LIMIT:
             runs[-1] = run
         else:
             runs.append([(code, slashes + comment)])

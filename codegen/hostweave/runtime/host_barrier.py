@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 
-_BITS = 48  # low bits of a word: the value; upper 16 bits: number of the barrier
+_LOW_BITS = 48  # low bits of a word: the value; the upper 16 bits are the number of the barrier
 _WORD = 8  # bytes, read and written atomically
 _MAX_SPINS = 200  # polls without a pause
 _CHECK_SECONDS = 0.05  # seconds between calls of `on_wait`
@@ -33,7 +33,7 @@ class HostBarrier:
     @property
     def missing(self) -> list[int]:
         first_word = self._number % 2 * self._count
-        return [rank for rank in range(self._count) if self._words[first_word + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
+        return [rank for rank in range(self._count) if self._words[first_word + rank] >> _LOW_BITS != self._number % (1 << 64 - _LOW_BITS)]
 
     def forget_path(self) -> None:
         """Closes the file, after all ranks have mapped the memory."""
@@ -43,8 +43,8 @@ class HostBarrier:
         """Returns True if the low 48 bits of all ranks' values are equal. Until all ranks have arrived, calls `on_wait` about
         every 50 ms; `on_wait` may raise."""
         self._number += 1
-        count, first_word = self._number % (1 << 64 - _BITS), self._number % 2 * self._count
-        own_word = count << _BITS | value & (1 << _BITS) - 1
+        count, first_word = self._number % (1 << 64 - _LOW_BITS), self._number % 2 * self._count
+        own_word = count << _LOW_BITS | value & (1 << _LOW_BITS) - 1
         self._words[first_word + self._rank] = own_word
         same = True
         for index in range(first_word, first_word + self._count):
@@ -53,7 +53,7 @@ class HostBarrier:
 
     def _await(self, index: int, count: int, on_wait: Callable[[], None]) -> int:
         polls, pause, last_check = 0, 1e-5, 0.0
-        while (word := self._words[index]) >> _BITS != count:
+        while (word := self._words[index]) >> _LOW_BITS != count:
             polls += 1
             if polls < _MAX_SPINS:
                 time.sleep(0)

@@ -12,8 +12,8 @@ Environ = Mapping[str, str]
 
 # Lowest base port if MASTER_PORT is not set. The ports of stores are then below 29500, torch's default, and the ephemeral ports.
 _DEFAULT_PORT = 23000
-_PORT_OFFSET = 3000
-_PORTS = 16
+_PORT_OFFSET = 3000  # distance from the base port to the first port that the stores try
+_PORTS_PER_JOB = 16  # number of ports that the stores try
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,6 @@ def _ports_and_job(environ: Environ, launcher: Launcher) -> tuple[tuple[int, ...
     job = " ".join(environ[name] for name in names) or f"parent {os.getppid()}"
     if "HOSTWEAVE_PORT" in environ:
         return (_port(environ, "HOSTWEAVE_PORT"),), job
-    base = _port(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _DEFAULT_PORT + zlib.crc32(job.encode()) % 200 * _PORTS
-    first = base + _PORT_OFFSET if base + _PORT_OFFSET + _PORTS < 65536 else base - _PORT_OFFSET
-    return tuple(range(first, first + _PORTS)), job
+    base = _port(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _DEFAULT_PORT + zlib.crc32(job.encode()) % 200 * _PORTS_PER_JOB
+    first = base + _PORT_OFFSET if base + _PORT_OFFSET + _PORTS_PER_JOB < 65536 else base - _PORT_OFFSET
+    return tuple(range(first, first + _PORTS_PER_JOB)), job

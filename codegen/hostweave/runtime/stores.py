@@ -74,7 +74,7 @@ _REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and the size of the follo
 _RETRY = 0.05  # seconds between attempts to connect
 _ANSWER_TIMEOUT = 10.0  # seconds; maximum for an answer, and for a client to authenticate
 MAX_SECONDS = 1e8  # seconds; longer timeouts exceed the range of clocks
-_BACKLOG = 256
+_BACKLOG = 256  # maximum number of connections that wait to be accepted
 _MAX_UNAUTHENTICATED = 2 * _BACKLOG  # if there are more unauthenticated clients, the oldest is disconnected
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # maximum bytes of a key, and of a value
 

@@ -9,8 +9,8 @@ from hostweave.fusion_ir.ir import Fusion, Value
 from hostweave.fusion_ir.ops import communicates
 from hostweave.timeline.events import COMMUNICATION, COMPUTE
 
-LINE = 18  # height of a row in pixels
-ARCS = 90  # width of the area for arcs, in pixels
+ROW_HEIGHT = 18  # pixels
+ARCS_WIDTH = 90  # pixels
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class OpGraph:
     rows: tuple[GraphRow, ...]
     axes: tuple[str, ...]
 
-    line, left = LINE, ARCS
+    line, left = ROW_HEIGHT, ARCS_WIDTH
 
     @property
     def height(self) -> int:
-        return LINE * len(self.rows)
+        return ROW_HEIGHT * len(self.rows)
 
     @property
     def arcs(self) -> Iterator[tuple[int, int, str]]:
         """(row of the operand, row of the user, SVG path between the rows) for each arc."""
         for user, row in enumerate(self.rows):
             for operand in row.operands:
-                y0, y1 = (LINE * number + LINE // 2 for number in (operand, user))
-                x = max(ARCS - 12 - 5 * (user - operand), 4)
-                yield operand, user, f"M{ARCS - 4} {y0} C{x} {y0}, {x} {y1}, {ARCS - 4} {y1}"
+                y0, y1 = (ROW_HEIGHT * number + ROW_HEIGHT // 2 for number in (operand, user))
+                x = max(ARCS_WIDTH - 12 - 5 * (user - operand), 4)
+                yield operand, user, f"M{ARCS_WIDTH - 4} {y0} C{x} {y0}, {x} {y1}, {ARCS_WIDTH - 4} {y1}"
 
 
 def graph_of(fusion: Fusion) -> OpGraph:

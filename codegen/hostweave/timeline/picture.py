@@ -8,8 +8,8 @@ from math import floor, log10
 from hostweave.timeline.events import WAITING, Event, Timeline
 
 WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: width of the picture, width of the row names, height of the axis
-TRACK, GAP = 18, 10
-MEMORY = 48  # height of the bar of the peak memory, in pixels
+TRACK, GAP = 18, 10  # pixels: height of a track, and of the gap between ranks
+MEMORY_HEIGHT = 48  # pixels: height of the bar of the peak memory
 LETTER = 6.2  # width of a character in pixels
 MAX_SHOWN_RANKS = 16  # most ranks in a picture
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
@@ -81,7 +81,7 @@ class Picture:
 
     @property
     def height(self) -> int:
-        return self.memory_top + (MEMORY + GAP if self.memory else 0)
+        return self.memory_top + (MEMORY_HEIGHT + GAP if self.memory else 0)
 
     @property
     def memory_top(self) -> int:
@@ -95,9 +95,9 @@ class Picture:
         return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]
 
     def _bar(self, start: float, end: float, held: int) -> Box:
-        height = round(MEMORY * held / (self.timelines[0].peak_bytes or 1))
+        height = round(MEMORY_HEIGHT * held / (self.timelines[0].peak_bytes or 1))
         x = self.x(0, start)
-        y, width = self.memory_top + MEMORY - height, round(self.x(0, end) - x, 2)
+        y, width = self.memory_top + MEMORY_HEIGHT - height, round(self.x(0, end) - x, 2)
         return Box(0, -1, round(start, 3), round(end, 3), x, y, width, height, "bytes", title=f"{held:,} bytes")
 
     @property

@@ -11,13 +11,13 @@ from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import CALLER, Event, Timeline
 from hostweave.timeline.simulate import Rendezvous, SimulatedTask, simulate, tasks_of
-from hostweave.types.machine import HOST, Machine
+from hostweave.types.machine import GPUS_PER_HOST, Machine
 from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
     """Timeline of one call that all ranks start at the same time, without the time that hosts take to enqueue work."""
-    if program.mesh.size > HOST and machine.network is None:
+    if program.mesh.size > GPUS_PER_HOST and machine.network is None:
         why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} have no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
         raise ProgramError(f"{program.name}: predict: {why}; give {example}")

@@ -9,7 +9,7 @@ from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import OPS, communicates
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import COMPOSED, KEY_BLOCKS, MESH_AXES
-from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, MULTIPLE, is_composed, scaling
+from hostweave.fusion_ir.ops.scaled import MULTIPLE, WHY_DTYPES, WHY_MACHINE, is_composed, scaling
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.options import Options
@@ -107,9 +107,9 @@ def _split(part: ir.HostProgram) -> Iterator[str]:
 
 
 def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> str:
-    if op[COMPOSED] == MACHINE:
+    if op[COMPOSED] == WHY_MACHINE:
         return dict(options.figures.no_scales)[scaling(*(types[name].shape for name in op.tensors))]
-    if op[COMPOSED] == DTYPES:
+    if op[COMPOSED] == WHY_DTYPES:
         return "cuBLASLt has no product of f8e5m2 by f8e5m2; use f8e4m3 for one operand"
     return f"cuBLASLt multiplies 8-bit floats only if the local K and N, also in a chunk, are multiples of {MULTIPLE}; pad them"
 

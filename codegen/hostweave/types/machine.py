@@ -14,7 +14,7 @@ from hostweave.base.signatures import checked, checked_arguments
 Points = tuple[tuple[float, float], ...]  # (bytes, seconds), by increasing bytes
 
 LINKS = ("collective", "put", "get")
-HOST = 8  # GPUs per host by default
+GPUS_PER_HOST = 8  # by default
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Network:
     bandwidth: float  # bytes per second that a GPU sends to other hosts
     latency: float  # seconds per message
     source: str
-    ranks: int = HOST  # GPUs per host
+    ranks: int = GPUS_PER_HOST  # GPUs per host
 
     def __post_init__(self) -> None:
         numbers = {"bandwidth": self.bandwidth, "latency": self.latency, "ranks": self.ranks}

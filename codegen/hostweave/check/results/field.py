@@ -13,14 +13,14 @@ Elements = NDArray[np.uint64]
 PRIME = 2**26 - 5  # The sum of 4096 products of two elements fits in 64 bits.
 P = np.uint64(PRIME)
 ZERO, ONE = np.uint64(0), np.uint64(1)
-_SUMMED = 2**12
+_MAX_TERMS = 2**12  # maximum number of products of which a sum is exact: in 64 bits, or in f64 if one factor is half an element
 _HALF = np.uint64(13)  # bits of half an element; an element has 26 bits
 _LOW = np.uint64(2**13 - 1)
 _HALVES = 2.0**13
 _FEW_TERMS = 16  # maximum number of terms per sum for which NumPy's loops are faster than BLAS
-_SMALL = 2**14  # maximum number of multiplications for which NumPy's loops are faster, with up to _SUMMED terms per sum
+_FEW_PRODUCTS = 2**14  # maximum number of multiplications for which NumPy's loops are faster, with up to _MAX_TERMS terms per sum
 _LONG = 64  # least length of a contiguous dim for which the loops of einsum are faster than the loops of matmul
-_MANY = 1000
+_MAX_COPIED = 1000  # maximum number of elements for which new arrays are faster than in-place operations
 _FEW = 20  # maximum number of elements for which `inverse` is faster with Python's `pow` than with products of arrays
 _EXPONENTS = 1200  # exceeds the magnitude of every exponent of f64
 
@@ -60,9 +60,9 @@ def _scratch_like(x: Elements) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """Reduces 64-bit numbers modulo the prime. Overwrites `x` if it has more than `_MANY` numbers. NumPy's remainder takes longer than a
-    division and a product."""
-    if x.size <= _MANY:
+    """Reduces 64-bit numbers modulo the prime. Overwrites `x` if it has more than `_MAX_COPIED` elements. NumPy's remainder takes longer
+    than a division and a product."""
+    if x.size <= _MAX_COPIED:
         elements: Elements = x % P
         return elements
     multiples = np.floor_divide(x, P, out=_scratch_like(x))
@@ -76,7 +76,7 @@ def sum_of(x: Elements, y: Elements) -> Elements:
 
 
 def _below_prime(total: Elements) -> Elements:
-    if total.size <= _MANY:
+    if total.size <= _MAX_COPIED:
         smaller: Elements = np.minimum(total, total - P)  # A number below 0 wraps around.
         return smaller
     np.minimum(total, np.subtract(total, P, out=_scratch_like(total)), out=total)
@@ -110,21 +110,21 @@ def _squared(x: Elements, times: int) -> Elements:
 def matmul(x: Elements, y: Elements) -> Elements:
     """Product of matrices with the same number of leading dims."""
     rows, inner, columns = *x.shape[-2:], y.shape[-1]
-    if inner <= _FEW_TERMS or (inner <= _SUMMED and rows * inner * columns <= _SMALL):
+    if inner <= _FEW_TERMS or (inner <= _MAX_TERMS and rows * inner * columns <= _FEW_PRODUCTS):
         along = -1 if columns >= inner else -2  # the longer dim of y
         is_long = max(columns, inner) >= _LONG and x.strides[-1] == y.strides[along] == y.itemsize
         return reduced(np.einsum("...ik,...kj->...ij", x, y) if is_long else np.matmul(x, y))
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
-    for start in range(0, inner, _SUMMED):  # Sums of _SUMMED products of a half and an element are exact in f64.
-        part = slice(start, start + _SUMMED)
+    for start in range(0, inner, _MAX_TERMS):  # Sums of _MAX_TERMS products of a half and an element are exact in f64.
+        part = slice(start, start + _MAX_TERMS)
         high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
         _reduce_whole(high)
         high *= _HALVES
         high += low
         _reduce_whole(high)
         total = total + high.astype(np.uint64)
-    return total if inner <= _SUMMED else total % P
+    return total if inner <= _MAX_TERMS else total % P
 
 
 def _reduce_whole(x: NDArray[np.float64]) -> None:

@@ -22,7 +22,7 @@ from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.tensor import TensorType, global_shape
 
 SMALL_INTEGERS = 3  # number of values of integers without a role
-BITS = 2**16  # number of values of integers that xor reduces; with few bits, two results are often equal by chance
+XORED_VALUES = 2**16  # number of values of integers that xor reduces; with few bits, two results are often equal by chance
 ANY, POSITIONS, STARTS, LENGTHS, OFFSETS, ENDS, XORED = "any", "positions", "starts", "lengths", "offsets", "ends", "xored"
 
 
@@ -64,7 +64,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
         return functions.real.from_parts(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
-    count = {ANY: SMALL_INTEGERS, XORED: BITS, POSITIONS: bound}.get(role, bound + 1)
+    count = {ANY: SMALL_INTEGERS, XORED: XORED_VALUES, POSITIONS: bound}.get(role, bound + 1)
     values: Any = random.integers(0, max(count, 1), shape)
     if role in (OFFSETS, ENDS):
         values.sort(axis=-1)
@@ -115,7 +115,7 @@ def _index_roles(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]
                 if word in (LENGTHS, OFFSETS):
                     yield source(name), word, size(op.tensors[1], -2)
         elif OPS[op.kind].partial == "xor":
-            yield source(op.tensors[0]), XORED, BITS
+            yield source(op.tensors[0]), XORED, XORED_VALUES
         elif len(op.tensors) == 1 and _moves(op):
             moved[op.result.name] = op.tensors[0]
 

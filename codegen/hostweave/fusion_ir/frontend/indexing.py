@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 IndexKey = int | slice | EllipsisType | None
 
-LARGE = 720720 << 20  # value of symbols in comparisons of bounds; divisible by all numbers up to 16
+LARGE_SIZE = 720720 << 20  # value of symbols in comparisons of bounds; divisible by all numbers up to 16
 
 
 def indexed(x: Tensor, key: IndexKey | tuple[IndexKey, ...]) -> Tensor:
@@ -101,12 +101,12 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 
 def _if_large(size: Size) -> Fraction:
-    """Value of a size if all its symbols are LARGE. May be a fraction, because only calls check divisibility."""
+    """Value of a size if all its symbols are LARGE_SIZE. May be a fraction, because only calls check divisibility."""
 
     def of(factor: Factor) -> Fraction:
         if isinstance(factor, Sum):
             return sum(map(_if_large, factor.terms), start=Fraction(0))
-        return Fraction(LARGE if isinstance(factor, str) else factor.bind(dict.fromkeys(factor.size.symbols, LARGE)))
+        return Fraction(LARGE_SIZE if isinstance(factor, str) else factor.bind(dict.fromkeys(factor.size.symbols, LARGE_SIZE)))
 
     return prod(map(of, size.factors), start=Fraction(size.coefficient, size.divisor))
 

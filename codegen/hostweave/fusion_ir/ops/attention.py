@@ -31,7 +31,7 @@ T = TypeVar("T")
 LEAST_SCORE = -1e30  # lower bound of the number that is subtracted from scores, so that a row of -inf gives no NaN
 # the diagonal of a causal mask begins at the first row and column, or ends at the last row and column
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"
-DTYPES = ("f16", "bf16", "f32")
+ATTENTION_DTYPES = ("f16", "bf16", "f32")
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
 BIAS_GRADIENT = GRADIENTS[3]
 COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # required operands
@@ -56,8 +56,8 @@ def _rows(types: Types, op: Op) -> TensorType:
         raise Mismatch(f"takes {count + op[HAS_BIAS] + op[IS_PACKED]} operands{more}, and optionally lengths, not {len(types)}")
     q, k = types[:2]
     dtype = same_dtype(types[: min(count, 3)])
-    if dtype.name not in DTYPES:
-        raise Mismatch(f"not defined for {dtype}; use hw.astype to {', '.join(DTYPES)}")
+    if dtype.name not in ATTENTION_DTYPES:
+        raise Mismatch(f"not defined for {dtype}; use hw.astype to {', '.join(ATTENTION_DTYPES)}")
     if not 3 <= len(q.dims) == len(k.dims) <= 4 or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
         raise Mismatch(f"queries {q} and keys {k} are not [..., H, S, E] and [..., G, T, E] with one leading dim at most; reshape them")
     if count > 2 and types[2].shape[:-1] != k.shape[:-1]:
@@ -279,8 +279,8 @@ MAX_HEAD = KERNEL_HEADS[-1]
 
 def why_composed(query: TensorType, value: TensorType) -> str:
     """Reason why attention must be composed of several ops, or ""."""
-    if query.dtype.name not in DTYPES:
-        return f"there is no kernel for {query.dtype}, only for {', '.join(DTYPES)}"
+    if query.dtype.name not in ATTENTION_DTYPES:
+        return f"there is no kernel for {query.dtype}, only for {', '.join(ATTENTION_DTYPES)}"
     if not 3 <= len(query.dims) <= 4:
         return "it has more than one leading dim"
     heads = query.shape[-1], value.shape[-1]

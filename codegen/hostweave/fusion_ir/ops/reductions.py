@@ -25,7 +25,7 @@ _ADD = Combine("sum", "hw::Add", ("0", "0", "0"), "+", identity=True)
 _MULTIPLY = Combine("product", "hw::Multiply", ("1", "1", "1"), "*", identity=True)
 _MAXIMUM = Combine("largest", "hw::Maximum", ("-INFINITY", "INT64_MIN", "0"))
 _MINIMUM = Combine("smallest", "hw::Minimum", ("INFINITY", "INT64_MAX", "UINT64_MAX"))
-_BITS = (*INTS, "bool")
+_BITWISE_KINDS = (*INTS, "bool")  # kinds of dtypes of bitwise reductions
 _AND = Combine("common", "hw::And", ("", "-1", "UINT64_MAX"), "&", identity=True)
 _OR = Combine("any", "hw::Or", ("", "0", "0"), "|", identity=True)
 _XOR = Combine("parity", "hw::Xor", ("", "0", "0"), "^", identity=True)
@@ -78,7 +78,7 @@ def _reduction(
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
         return record(kind, x, axis=dims_of(x, axis, kind), keepdims=keepdims)
 
-    dtype = "f32" if kinds != _BITS else "i32"
+    dtype = "f32" if kinds != _BITWISE_KINDS else "i32"
     doc = (
         f"{doc}\n\nReduces over `axis`: an int, the name of a dim, or a tuple of these, by default all dims. With `keepdims`\n"
         f"the reduced dims are kept, with one element. The dtype is that of x. If a reduced dim is sharded, each rank reduces its shard,\n"
@@ -93,7 +93,7 @@ def _of_bits(word: str, doc: str, combine: Combine) -> ReductionOp:
     def computed(np: Any, x: Any, **a: Any) -> Any:
         return getattr(np, f"bitwise_{word}").reduce(x, **a)
 
-    return _reduction(f"reduce_{word}", doc, combine, word, computed, kinds=_BITS)
+    return _reduction(f"reduce_{word}", doc, combine, word, computed, kinds=_BITWISE_KINDS)
 
 
 def _bound(np: Any, x: Any, sign: int) -> Any:

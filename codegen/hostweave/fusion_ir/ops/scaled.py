@@ -14,7 +14,7 @@ SCALINGS = (TENSOR, ROW, BLOCKS)
 RESULTS = (bf16, f16, f32)
 # Reasons why cuBLASLt cannot compute a scaled matmul: the machine lacks support, both operands are f8e5m2, or the local K or N is no
 # multiple of MULTIPLE.
-MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
+WHY_MACHINE, WHY_DTYPES, WHY_SIZES = LACKING = ("machine", "dtypes", "sizes")
 MULTIPLE = 16  # for 8-bit floats, cuBLASLt requires that K and N are multiples of MULTIPLE
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES, KERNEL_HEADS, kernels_for, why_no_bias, why_no_offsets
+from hostweave.fusion_ir.ops.attention import ATTENTION_DTYPES, BOTTOM_RIGHT, KERNEL_HEADS, kernels_for, why_no_bias, why_no_offsets
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.fusion_ir.ops.grouped import why_not_grouped
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
@@ -202,8 +202,8 @@ def _has(c: Checker, names: tuple[str, ...], wanted: BufferType, what: str) -> N
 def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *others: str) -> None:
     c.same_dtype(i.q, i.k, i.v, result, *others)
     q, k, v = (c.types[name].shape for name in (i.q, i.k, i.v))
-    if c.types[i.q].dtype.name not in DTYPES:
-        c.fail(f"%{i.q} is {c.types[i.q]}: attention supports {', '.join(DTYPES)}: cast it")
+    if c.types[i.q].dtype.name not in ATTENTION_DTYPES:
+        c.fail(f"%{i.q} is {c.types[i.q]}: attention supports {', '.join(ATTENTION_DTYPES)}: cast it")
     if not 3 <= len(q) == len(k) == len(v) <= 4 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3] or not _is_grouped(q[-3], k[-3]):
         shapes = ", ".join(f"%{name} {c.types[name]}" for name in (i.q, i.k, i.v))
         c.fail(f"{shapes} are not [B, H, S, E], [B, G, T, E] and [B, G, T, F], with or without B, and G a divisor of H: reshape them")

@@ -14,7 +14,7 @@ from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import COMPOSED
-from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, MULTIPLE, SIZES, scaling
+from hostweave.fusion_ir.ops.scaled import MULTIPLE, WHY_DTYPES, WHY_MACHINE, WHY_SIZES, scaling
 from hostweave.options import Options
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
@@ -35,12 +35,12 @@ def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
 def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Machine) -> str:
     a, b = types[:2]
     if a.dtype == b.dtype == f8e5m2:
-        return DTYPES
+        return WHY_DTYPES
     if scaling(*(type.shape for type in types)) in dict(machine.no_scales):
-        return MACHINE
+        return WHY_MACHINE
     (inner, columns), stream = b.local_shape(mesh), op.result.stream
     parts = stream.chunks or 1 if stream and stream.dim == 1 else 1
-    return SIZES if any(_divides_not(size, MULTIPLE * by) for size, by in ((inner, 1), (columns, parts))) else ""
+    return WHY_SIZES if any(_divides_not(size, MULTIPLE * by) for size, by in ((inner, 1), (columns, parts))) else ""
 
 
 def _divides_not(size: Size, step: int) -> bool:

@@ -43,7 +43,7 @@ BESIDE = "beside"  # pool of streams for concurrent matmuls
 
 PlacedMatmul = tuple[Place, ir.Matmul]
 
-DTYPES = ("f16", "bf16", "f32")
+FEW_ROWS_DTYPES = ("f16", "bf16", "f32")  # of the matrix with few rows
 MOST_ROWS = 128  # maximum number of rows for which the reads of the weights take longer than the products
 MIN_BYTES = 2 << 20  # minimum bytes of weights of a matmul in `_concurrent`; a fork takes longer than a read of fewer bytes
 
@@ -166,7 +166,7 @@ def _freed(places: list[Place]) -> list[Place]:
 def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
     """Properties that all matmuls of one kernel share. Empty if kernels do not support the matmul."""
     a, b, dst = (uses.types[name] for name in (matmul.a, matmul.b, matmul.dst))
-    if len(b.shape) != 2 or a.dtype.name not in DTYPES or dst.strides is not None or Size() not in strides_of(b):
+    if len(b.shape) != 2 or a.dtype.name not in FEW_ROWS_DTYPES or dst.strides is not None or Size() not in strides_of(b):
         return ()
     return b.dtype, dst.dtype, b.shape, strides_of(b)
 
