@@ -51,7 +51,7 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
     if replay.workspace:
         used = [numbers[place.number] for body, numbers in zip(replay.bodies, lines, strict=True) for place in _need_workspace(body)]
         bytes, offsets = layout.bytes[0], layout.offsets[replay.workspace]
-        rows.insert(0, MemoryRow("workspace of matmuls", "", bytes, offsets, (used[0], used[-1]), ("caller",)))
+        rows.insert(0, MemoryRow("workspace of matmuls", "", bytes, offsets, (used[0], used[-1]), (ir.CALLER,)))
     return MemoryPlan(tuple(rows), layout.peak, layout.bound)
 
 
@@ -153,7 +153,7 @@ def _library() -> ctypes.CDLL:
 
 def _row(begin: Begin, of: str, bytes: int, offsets: tuple[int, ...], uses: DefUse, lines: Sequence[int]) -> MemoryRow:
     uses_of_buffer = uses.lives[begin.place] or [begin.place]
-    streams = dict.fromkeys(place.stream[0] if place.stream else "caller" for place in uses_of_buffer)
+    streams = dict.fromkeys(place.stream[0] if place.stream else ir.CALLER for place in uses_of_buffer)
     first_and_last = lines[uses_of_buffer[0].number], lines[uses_of_buffer[-1].number]
     return MemoryRow(f"%{begin.name}{of}", str(begin.type), bytes, offsets, first_and_last, tuple(streams))
 

@@ -35,7 +35,6 @@ from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
-CALLER = "caller"
 ROUTES_PER_LINE = 8  # in a table of routes
 MAX_COMMENT_CHARACTERS = 114  # for a line of the user, without " ..."
 
@@ -65,7 +64,7 @@ class Emitter:
         self.memory_events = live_ranges(program, is_function=bool(function))
         self.begins = iter(begins(self.memory_events))  # one per allocate, in program order
         self.used: set[str] = set()  # parameters and temporaries in the emitted code
-        self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in the current pool
+        self.stream, self.streams = ir.CALLER, 1  # the current stream, and the number of streams in the current pool
         self.in_group = False
         self.sizes_given = ""  # C++ condition on sizes under which the current instruction runs
         self.comments: list[str] = []  # the source lines that were printed last, as comments
@@ -240,9 +239,9 @@ class Emitter:
 
     def emit_matmul(self, i: ir.Matmul) -> str:
         stream = self.stream
-        if stream == CALLER:
+        if stream == ir.CALLER:
             self.context.needs_workspace = True
-            stream = f"{{{CALLER}, {WORKSPACE}}}"
+            stream = f"{{{ir.CALLER}, {WORKSPACE}}}"
         terms = [f".scale = {i.scale!r}"] if i.scale != 1 else []
         terms += [f".{field} = {self.text(name)}" for field, names in (("accumulate", i.accumulate), ("bias", i.bias)) for name in names]
         terms += [f".{field} = {self.text(name)}" for field, name in zip(("scale_a", "scale_b"), i.scales, strict=False)]
@@ -437,7 +436,7 @@ class Emitter:
         index = self.expr(i.index)
         self.stream, self.streams = "stream", next(pool.count for pool in self.program.streams if pool.name == i.stream)
         body = self.body(i.body)
-        self.stream, self.streams = CALLER, 1
+        self.stream, self.streams = ir.CALLER, 1
         return lay_out("on_stream", pool=self.pool(i), index=index, body=body)
 
     def emit_let(self, i: ir.Let) -> str:

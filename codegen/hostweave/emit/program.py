@@ -8,7 +8,7 @@ from hostweave.emit.arena import arena_plan, calls_functions
 from hostweave.emit.arguments import CheckedArgument, argument, checks_of, inputs_of, requirements_of
 from hostweave.emit.context import WORKSPACE, ChannelMember, ProgramContext, Temporary
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.instructions import CALLER, Emitter
+from hostweave.emit.instructions import Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layout import lay_out
 from hostweave.emit.meshes import RANK, coordinate, membership, part_name, part_value, parts_of
@@ -43,7 +43,7 @@ class EmittedFunction:
             name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
             return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
-        self.params = (*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}")
+        self.params = (*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {ir.CALLER}")
         self.members = tuple(  # pointers to the struct members that the body uses
             lay_out("argument", member=f"{each.parameter}.{each.structs.members[group]}", buffer=emitter.buffers[parameters[at].name])
             for each in passed

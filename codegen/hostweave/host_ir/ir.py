@@ -33,6 +33,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
+CALLER = "caller"  # name of the stream of the caller, in C++ and in reports
 MAX_WORDS = 3  # maximum number of ops of a kernel whose name lists the ops
 MAX_CHARACTERS = 48  # maximum number of characters of all result names, if the name of a kernel lists all results
 

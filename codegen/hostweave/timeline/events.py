@@ -6,7 +6,6 @@ from functools import cached_property
 
 COMPUTE, COMMUNICATION, WAITING = KINDS = ("compute", "communication", "waiting")
 MAX_LINES = 16  # most ranks that the text lists
-CALLER = "caller"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hostweave.check.match_collectives import match_communications
 from hostweave.check.operations import Operation, Root, instruction_text
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
-from hostweave.timeline.events import CALLER, Event, Timeline
+from hostweave.timeline.events import Event, Timeline
 from hostweave.timeline.simulate import Rendezvous, SimulatedTask, simulate, tasks_of
 from hostweave.types.machine import GPUS_PER_HOST, Machine
 from hostweave.types.mesh import Sizes
@@ -61,7 +61,7 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
         return tuple(numbers[other] for other in rendezvous.tasks if other in numbers)
 
     events = tuple(_event(task, predecessors(task), _joined([*map(numbers_of, task.meets)])) for task in shown)
-    streams = (CALLER, *(f"{pool.name}[{k}]" for pool in program.streams for k in range(pool.count)))
+    streams = (ir.CALLER, *(f"{pool.name}[{k}]" for pool in program.streams for k in range(pool.count)))
     used = {event.stream for event in events}
     shown_streams = tuple(stream for stream in streams if stream in used)
     return Timeline(program.name, str(program.mesh), dict(sizes), basis, events, tuple(range(len(ranks))), shown_streams)
@@ -74,7 +74,7 @@ def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) -> Event:
     operation = task.operation
-    stream = f"{operation.stream[0]}[{operation.stream[1]}]" if operation.stream else CALLER
+    stream = f"{operation.stream[0]}[{operation.stream[1]}]" if operation.stream else ir.CALLER
     start, end = 1e6 * task.start, 1e6 * task.end
     location = str(operation.instruction.location or "")
     return Event(

@@ -31,10 +31,10 @@ def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 StreamId = tuple[str, int]  # pool of a stream, and index in the pool
 StreamIds = tuple[StreamId, ...]
-CALLER: StreamIds = ()
+ON_CALLER: StreamIds = ()  # an access on the stream of the caller names no other streams
 # event -> stream of its last record (None: the caller's stream), and index of the body's instruction that contains the record
 RecordedEvents = dict[tree.Slot, tuple[StreamId | None, int]]
-_Touch = tuple[int, StreamIds]  # an access: index of a child, and the streams on which the child accesses a buffer, CALLER if the caller's
+_Touch = tuple[int, StreamIds]  # an access: index of a child, and the streams on which the child accesses a buffer, or ON_CALLER
 
 
 class _VectorClock:
@@ -123,16 +123,16 @@ class Planner:
         """Accesses of every buffer. A stream that the child forks and joins counts as the caller's stream."""
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
-            for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
+            for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, ON_CALLER) for i in tree.walk((child,))):
                 for root in self.uses.roots_of(i, "read", "write"):
                     found[root].append((k, streams))
         return found
 
     def on_streams_of(
-        self, i: tree.Instruction, joined: set[str], streams: StreamIds = CALLER
+        self, i: tree.Instruction, joined: set[str], streams: StreamIds = ON_CALLER
     ) -> Iterator[tuple[tree.Instruction, StreamIds]]:
         if stream := tree.slot(i, "stream"):
-            streams = CALLER if stream[0] in joined else self.streams_of(stream)
+            streams = ON_CALLER if stream[0] in joined else self.streams_of(stream)
         yield i, streams
         for body in tree.bodies(i):
             for inner in body:
