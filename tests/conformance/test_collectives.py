@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.rules.communication import REDUCTIONS
-from hostweave.transports.transport import DEFAULT, find_transport
+from hostweave.transports.transport import DEFAULT, REDUCTIONS, find_transport
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DTYPES, DType
 

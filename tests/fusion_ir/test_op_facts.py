@@ -17,7 +17,7 @@ from hostweave.check.results.arithmetic import MULTIPLICATIVE_EXP, RANDOM_EXP, f
 from hostweave.check.results.field import PRIME
 from hostweave.check.results.functions import Functions
 from hostweave.check.results.inputs import random_inputs
-from hostweave.check.results.ranks import REDUCTIONS
+from hostweave.check.results.ranks import OPS_OF_REDUCTIONS
 from hostweave.check.results.samples import Real, Samples, apply
 from hostweave.fusion_ir.ir import Fusion, Op, attributes
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
@@ -198,7 +198,7 @@ def expect_shared(case: Case) -> int:
 
 
 def combine(functions: Functions, reduction: str) -> Callable[..., Samples]:
-    result: Callable[..., Samples] = getattr(functions, REDUCTIONS[reduction])
+    result: Callable[..., Samples] = getattr(functions, OPS_OF_REDUCTIONS[reduction])
     return result
 
 

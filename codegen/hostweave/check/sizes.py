@@ -8,6 +8,7 @@ from math import gcd, lcm, prod
 
 from hostweave.check.run import compiled
 from hostweave.fusion_ir.ops.attributes import COUNT
+from hostweave.fusion_ir.resharding import DEFAULT_SIZE
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, Var, leaves
@@ -33,7 +34,6 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
 
 
 MAX_CALLS = 4  # maximum number of calls of a repeat that the check runs, unless a constant index needs more
-DEFAULT_SIZE = 4096
 
 
 def default_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str, int]:

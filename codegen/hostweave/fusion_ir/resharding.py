@@ -261,7 +261,7 @@ def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
 
 
 def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
-    """Typical local size of each dim. Unknown symbols count as 4096."""
+    """Typical local size of each dim. Unknown symbols count as DEFAULT_SIZE."""
 
     def typical(size: Size) -> Fraction:
         return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 from hostweave.base.errors import ProgramError, did_you_mean
+from hostweave.fusion_ir.ops.scaled import SCALINGS
 from hostweave.torch.nodes import modules_of, op_of
 from hostweave.torch.ops import ops
 from hostweave.torch.plan import Layouts, matching
 from hostweave.torch.replaced import Replacement
-
-SCALINGS = ("row", "tensor", "block")
 
 
 def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Layouts) -> dict[str, str]:

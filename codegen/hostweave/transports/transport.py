@@ -9,6 +9,7 @@ from hostweave.types.machine import Machine
 COLLECTIVES = frozenset({"collective"})
 MESSAGES = frozenset({"send", "recv"})
 SIGNALS = frozenset({"signal", "wait_signal", "get"})  # a put includes a signal
+REDUCTIONS = ("sum", "prod", "min", "max", "avg")  # of collectives
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Transport:
     has_communicator: bool = True  # can use a communicator of the application
     since: tuple[int, ...] = ()  # first version of the library that has the transport, or ()
     # Reductions of the library. For any other reduction, a rank gathers the terms, and a kernel reduces the terms.
-    reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})
+    reduces: frozenset[str] = frozenset(REDUCTIONS)
 
     def why_not(self, machine: Machine) -> str:
         """Reason why ranks of a machine cannot use this transport, or ""."""

@@ -30,8 +30,8 @@ from hostweave.types.numpy_dtypes import computing_dtype
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import global_shape
 
-REDUCTIONS = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum", "avg": "add"}
-REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
+OPS_OF_REDUCTIONS = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum", "avg": "add"}  # reduction of a collective -> op
+OPS_OF_REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
 
 
 class FieldRanks:
@@ -182,7 +182,7 @@ class FieldRanks:
 
     def reduce_terms(self, op: str, sources: Sequence[Operation]) -> Samples:
         terms = self.sent(sources)
-        total: Samples = reduce(getattr(self.functions, REDUCTIONS[op]), terms)
+        total: Samples = reduce(getattr(self.functions, OPS_OF_REDUCTIONS[op]), terms)
         return self.functions.divide(total, len(terms)) if op == "avg" else total
 
     def exchange(self, rank: int, operation: Operation) -> None:

@@ -12,7 +12,7 @@ from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.index_map import broadcasts
 from hostweave.fusion_ir.ops import fits
-from hostweave.fusion_ir.ops.scaled import BLOCK
+from hostweave.fusion_ir.ops.scaled import BLOCK, SCALINGS
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, f8e4m3, f8e5m2, f32, u32
 
@@ -192,7 +192,7 @@ def _wide(x: Tensor) -> Tensor:
 
 LARGEST = {f8e4m3: 448.0, f8e5m2: 57344.0}
 LEAST_MAGNITUDE = 1e-12  # lower bound of the largest magnitude of elements that share a scale, so that no scale is 0
-GROUPS = ("row", "tensor", "block", "block2d")
+QUANTIZE_SCALINGS = (*SCALINGS, "block2d")
 
 
 @checked
@@ -218,8 +218,8 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     Example: `values, scales = hw.quantize(x, "row")` and `w, w_scales = hw.quantize(weight, "row")`, then
     `hw.scaled_matmul(values, w.T, scales, w_scales.T)`.
     """
-    if scaling not in GROUPS:
-        raise ProgramError.here(f"quantize: there is no scaling {scaling!r}; {did_you_mean(scaling, GROUPS)}")
+    if scaling not in QUANTIZE_SCALINGS:
+        raise ProgramError.here(f"quantize: there is no scaling {scaling!r}; {did_you_mean(scaling, QUANTIZE_SCALINGS)}")
     if dtype not in LARGEST:
         raise ProgramError.here(f"quantize: {dtype!r} is not a dtype of 8-bit floats; use hw.f8e4m3 or hw.f8e5m2")
     if x.dtype.kind != "float" or x.ndim < (2 if scaling == "block2d" else 1):

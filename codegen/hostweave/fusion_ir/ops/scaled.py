@@ -10,7 +10,7 @@ from hostweave.types.tensor import BufferType, Dim, TensorType, bf16, f16, f32
 
 BLOCK = 128  # number of elements that share a scale, along a dim with block scales
 TENSOR, ROW, BLOCKS = "tensor", "row", "block"
-SCALINGS = (TENSOR, ROW, BLOCKS)
+SCALINGS = (ROW, TENSOR, BLOCKS)  # elements that share a scale
 RESULTS = (bf16, f16, f32)
 # Reasons why cuBLASLt cannot compute a scaled matmul: the machine lacks support, both operands are f8e5m2, or the local K or N is no
 # multiple of MULTIPLE.

@@ -9,9 +9,8 @@ from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.rules.computing import launch
+from hostweave.transports.transport import REDUCTIONS
 from hostweave.types.size import LocalSize, Size, product
-
-REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
 
 def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
