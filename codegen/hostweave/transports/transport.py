@@ -9,7 +9,7 @@ from hostweave.types.machine import Machine
 COLLECTIVES = frozenset({"collective"})
 MESSAGES = frozenset({"send", "recv"})
 SIGNALS = frozenset({"signal", "wait_signal", "get"})  # a put includes a signal
-REDUCTIONS = ("sum", "prod", "min", "max", "avg")  # of collectives
+REDUCTIONS = ("sum", "prod", "min", "max", "avg")  # reductions of collectives
 
 
 @dataclass(frozen=True)

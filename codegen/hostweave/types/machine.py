@@ -14,7 +14,7 @@ from hostweave.base.signatures import checked, checked_arguments
 Points = tuple[tuple[float, float], ...]  # (bytes, seconds), by increasing bytes
 
 LINKS = ("collective", "put", "get")
-GPUS_PER_HOST = 8  # by default
+GPUS_PER_HOST = 8  # default
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 LEAST_SCORE = -1e30  # lower bound of the number that is subtracted from scores, so that a row of -inf gives no NaN
 # the diagonal of a causal mask begins at the first row and column, or ends at the last row and column
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"
-ATTENTION_DTYPES = ("f16", "bf16", "f32")
+ATTENTION_DTYPES = ("f16", "bf16", "f32")  # dtypes of queries, keys and values
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
 BIAS_GRADIENT = GRADIENTS[3]
 COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # required operands

@@ -43,7 +43,7 @@ BESIDE = "beside"  # pool of streams for concurrent matmuls
 
 PlacedMatmul = tuple[Place, ir.Matmul]
 
-FEW_ROWS_DTYPES = ("f16", "bf16", "f32")  # of the matrix with few rows
+FEW_ROWS_DTYPES = ("f16", "bf16", "f32")  # dtypes of the matrix with few rows
 MOST_ROWS = 128  # maximum number of rows for which the reads of the weights take longer than the products
 MIN_BYTES = 2 << 20  # minimum bytes of weights of a matmul in `_concurrent`; a fork takes longer than a read of fewer bytes
 
