@@ -192,17 +192,17 @@ class LoopPrinter:
         )
 
     @contextmanager
-    def inside(self, op: Op, spans: Sequence[OperandRange]) -> Iterator[list[str]]:
-        """In the `with` block, offsets are relative to an operand of a concat or pad. Yields the conditions that the index is in the
-        operand."""
-        outer, self.starts, conditions = self.starts, dict(self.starts), list[str]()
+    def inside(self, op: Op, spans: Sequence[OperandRange]) -> Iterator[list[tuple[str, str]]]:
+        """In the `with` block, offsets are relative to an operand of a concat or pad. Yields two conditions per dim: that the index is not
+        before the operand, or "", and that the index is not after the operand."""
+        outer, self.starts, bounds = self.starts, dict(self.starts), list[tuple[str, str]]()
         for span in spans:
             before = self.starts.get(span.whole, ir.ZERO)
             self.starts[span.part] = before + span.start
             index = self.sum_of(self.terms(ir.index_at(op, span.dim)))
-            conditions += [f"{index} >= {self.integers.size(before + span.start)}"] * (span.start != ir.ZERO)
-            conditions += [f"{index} < {self.integers.size(before + span.end)}"]
-        yield conditions
+            first, end = (self.integers.size(before + bound) for bound in (span.start, span.end))
+            bounds.append((f"{index} >= {first}" if span.start != ir.ZERO else "", f"{index} < {end}"))
+        yield bounds
         self.starts = outer
 
     def indices(self, access: str) -> list[tuple[str, Size, LoopDim, Size]]:

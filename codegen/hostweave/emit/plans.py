@@ -99,7 +99,8 @@ def attention_prepared_with(
     """Arguments of an attention plan's `prepare`: shapes, the diagonal, layouts of optional operands, number of packed sequences."""
 
     def view(name: str) -> str:
-        return f"hw::Strided{integers.strided(type_of(name)).removeprefix('hw::Strided')}"
+        type = type_of(name)
+        return f"hw::Strided{integers.shape(type.shape)}" if type.strides is None else integers.strided(type)
 
     def sequences(name: str) -> str:
         return integers.size(type_of(name).shape[-1] - Size(1))

@@ -306,18 +306,19 @@ class Section:
         Each operand has a branch. A vector never spans two operands.
         """
         kernel, dtype = self.kernel, op.result.type.dtype
-        width = kernel.ir.width if self.is_wide else 1
+        width, is_pad = kernel.ir.width if self.is_wide else 1, VALUE in OPS[op.kind].attributes
         branches: list[tuple[str, Section, str]] = []  # condition, statements and value of each operand
         for name, spans in zip(op.tensors, kernel.walked.joined[op.result.name], strict=True):
             one = Section(kernel, self.outer, width)
-            with kernel.loops.inside(op, spans) as conditions:
-                branches.append((" && ".join(conditions), one, one.element(name) if is_moved else one.value(name, is_assigned=True)))
-        if VALUE in OPS[op.kind].attributes:
+            with kernel.loops.inside(op, spans) as bounds:
+                # Each operand of a concat begins at the end of the operand before, so the upper bound suffices.
+                condition = " && ".join(bound for pair in bounds for bound in (pair if is_pad else pair[1:]) if bound)
+                branches.append((condition, one, one.element(name) if is_moved else one.value(name, is_assigned=True)))
+        if is_pad:
             literal = number(op[VALUE], dtype)
             branches.append(("", Section(kernel, self.outer, width), _converted(literal, dtype, dtype) if is_moved else literal))
-        else:  # Upper bounds suffice, because each operand begins at the end of the operand before.
-            ends = (*(text.rpartition(" && ")[2] for text, _, _ in branches[:-1]), "")
-            branches = [(end, one, value) for end, (_, one, value) in zip(ends, branches, strict=True)]
+        else:
+            branches[-1] = ("", *branches[-1][1:])
         is_read = all(name in kernel.pointers or not OPS[kernel.made[name].kind].cost for name in op.tensors)
         if is_read and not self.is_wide and not any(one.lines or one.begin for _, one, _ in branches):
             return "".join(f"{condition} ? {value} : " if condition else value for condition, _, value in branches)
