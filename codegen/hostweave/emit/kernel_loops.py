@@ -95,7 +95,7 @@ class LoopPrinter:
         self.row = names.of("row", "shared") if loops.has_rows else ""
         self.closing = self.templates.closing
         self.starts: dict[str, Size] = {}  # dim of an operand of a concat or pad -> first index of this operand in the result
-        self.transposed = names.of(loops.transposed.removesuffix(" stored"), "result") if loops.transposed else ""
+        self.transposed = names.of(loops.transposed, "result") if loops.transposed else ""
         if not self.multiplies:
             self.loop = self.text(self.templates.loop)
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
@@ -132,8 +132,8 @@ class LoopPrinter:
             first=self.names[loops.kept[0]],
             last=self.names[loops.kept[-1]],
             result=self.transposed,
-            bytes=loops.memory[loops.transposed].dtype.itemsize if loops.transposed else "",
-            pitch=size(loops.stride(loops.transposed, loops.along)) if loops.transposed else "",
+            bytes=loops.dtype(loops.transposed).itemsize if loops.transposed else "",
+            pitch=size(loops.stride(ir.stored(loops.transposed), loops.along)) if loops.transposed else "",
         )
 
     def nest(self, body: tuple[str, ...]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class Section:
     def store(self, results: Iterable[str]) -> None:
         """Stores results at the end of the section. All loads are before the first store, because a result may alias an input."""
         # The transposed result is last, because the enclosing lambda returns it.
-        ordered = sorted(results, key=lambda name: stored(name) == self.kernel.ir.transposed)
+        ordered = sorted(results, key=lambda name: name == self.kernel.ir.transposed)
         values = [(name, self.stored(self.kernel.made[name])) for name in ordered]
         if len(values) > 1 and not self.is_wide:
             values = [(name, text if isinstance(text, Word) or self.is_local(name) else self.read(name, text)) for name, text in values]
@@ -83,7 +83,7 @@ class Section:
                     self.begin.append(f"hw::Values<{element.cpp}, kWidth> {local};")
                     self.adds.append(f"{local}[{self.kernel.loops.vector_index}] = {value};")
                 self.stores.append(f"hw::store({self.kernel.loops.shifted(pointer, self.kernel.loops.terms(access))}, {local});")
-            elif access == self.kernel.ir.transposed:
+            elif name == self.kernel.ir.transposed:
                 self.give_back(name, element.cpp, value)
             else:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(access)}] = {value};")
@@ -254,7 +254,7 @@ class Section:
     def is_rounded_by_store(self, result: str) -> bool:
         """True for vectors of computed 8-bit floats. The store of such a vector rounds two floats in one instruction."""
         dtype, op = self.kernel.types[result].dtype, self.kernel.made[result]
-        is_vector = self.is_wide and stored(result) in (*self.kernel.ir.packed, self.kernel.ir.transposed)
+        is_vector = self.is_wide and (stored(result) in self.kernel.ir.packed or result == self.kernel.ir.transposed)
         return is_vector and dtype.kind == "float" and dtype.itemsize == 1 and (self.kernel.uses[result] > 0 or not self.is_moved(op))
 
     def is_same(self, op: Op) -> bool:

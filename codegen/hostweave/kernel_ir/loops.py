@@ -148,7 +148,7 @@ class Loops:
     @property
     def transposed(self) -> str:
         """The result that is contiguous along the first dim, if blocks transpose tiles. Otherwise ""."""
-        return next(access for access in self.stores if self.stride(access, self.along) != ONE) if self.distribution == BY_TILE else ""
+        return next(y for y in self.results if self.stride(stored(y), self.along) != ONE) if self.distribution == BY_TILE else ""
 
     @property
     def packed(self) -> set[str]:

@@ -11,14 +11,14 @@ The width divides all sizes of `Loops.divided` that are ints. The kernel checks 
 
 from dataclasses import replace
 
-from hostweave.kernel_ir.loops import ONE, ZERO, Loops
+from hostweave.kernel_ir.loops import ONE, ZERO, Loops, stored
 from hostweave.types.machine import Machine
 
 ACCESS = 16  # bytes per vectorised access
 
 
 def vectorise(loops: Loops, machine: Machine) -> Loops:
-    scattered = any(loops.stride(access, loops.along) not in (ZERO, ONE) for access in loops.stores - {loops.transposed})
+    scattered = any(loops.stride(access, loops.along) not in (ZERO, ONE) for access in loops.stores - {stored(loops.transposed)})
     helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # A reduction reads more than it stores.
     if not helpful or scattered or loops.takes_fibers or loops.updates:
         return loops
