@@ -122,8 +122,8 @@ class ProgramContext:
             )
             if emitter.key not in self.kernels:
                 self.kernels[emitter.key] = emitter.emit()
-            shared, note = self.kernels[emitter.key], f"Also for @{kernel.name}."
-            if name != shared.name and note not in shared.comments:
+            shared, note = self.kernels[emitter.key], f"Also for kernel @{kernel.name} of program.hw."
+            if name != shared.name and kernel.name in self.declared and note not in shared.comments:
                 shared.comments += (note,)
             sizes = (Size(1, (atom,)).replaced(named_sizes(emitter.ir)) for atom in emitter.atoms)
             self.launches[kernel, buffers] = LaunchedKernel(shared.name, emitter.loops.grid, tuple(sizes))

@@ -4,7 +4,7 @@
 namespace programs::ag_matmul_beside_sums {
 
 // %s_partial: bf16[K] = sum(%x, axis=(0,))
-// Also for @sum_t_partial.
+// Also for kernel @sum_t_partial of program.hw.
 __global__ void __launch_bounds__(512) sum_s_partial(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K) {
   HW_TOUCHES(hw::reads(x, M / 4 * K), hw::writes(s_partial, K));
   hw::griddep_wait();
