@@ -360,7 +360,7 @@ class Emitter:
         type = self.type_of(i.dst)
         if type.strides is None and repr(i.value) in ("0", "0.0"):  # A memset suffices, because all bytes are 0, unlike for -0.0.
             return self.lay_out(i)
-        return self.launch_of(fill_kernel(f"fill_{self.buffers[i.dst].root}", type, i.value), (), (i.dst,))
+        return self.launch_of(fill_kernel(self.buffers[i.dst].root, type, i.value), (), (i.dst,))
 
     # --- communication ---
 

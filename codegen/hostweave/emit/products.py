@@ -108,5 +108,5 @@ def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
     return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
 
 
-def fill_kernel(name: str, buffer: BufferType, value: int | float) -> ir.Kernel:
-    return ir.Kernel(name, (), (Op("fill", (), Value("dst", unsharded(buffer)), (("value", value),)),))
+def fill_kernel(filled: str, buffer: BufferType, value: int | float) -> ir.Kernel:
+    return ir.Kernel(f"fill_{filled}", (), (Op("fill", (), Value(filled, unsharded(buffer)), (("value", value),)),))

@@ -363,7 +363,7 @@ class Section:
         half, index = (self.kernel.loops.offset(index_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
         local, size = self.kernel.names.of(f"{op.result.name}_from", "index"), self.kernel.fiber_size(op.tensors[0])
         last = int(size) - 1 if size.is_int else f"{self.kernel.loops.integers.factor(size)} - 1"
-        self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if isinstance(index, Word) else f'({index})'} : {index};")
+        self.lines.append(f"const int64_t {local} = {half} == 1 ? {last} - {index if isinstance(index, Word) else f'({index})'} : {index};")
         return local
 
     def taken_at(self, op: Op) -> str:

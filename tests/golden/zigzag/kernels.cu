@@ -13,7 +13,7 @@ __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halv
       const int64_t j = element / Index(32 * S) % 2;
       const int64_t l = element / Index(8 * S) % 4;
       const int64_t k = element % Index(8 * S);
-      const int64_t k_in_order_pieces_from = j ? 3 - l : l;
+      const int64_t k_in_order_pieces_from = j == 1 ? 3 - l : l;
       const auto k_in_order_pieces_elements =
           hw::load<kWidth>(k_in_order_halves + i * 16 * S + j * 8 * S + k_in_order_pieces_from * 32 * S + k);
       hw::store(k_in_order_pieces + element, k_in_order_pieces_elements);
@@ -84,7 +84,7 @@ __global__ void reverse_second_dk_pieces(const hw::bf16* dk_halves, hw::bf16* dk
       const int64_t i = element / Index(16 * S) % 2;
       const int64_t j = element / Index(8 * S) % 2;
       const int64_t k = element % Index(8 * S);
-      const int64_t dk_pieces_from = j ? 3 - l : l;
+      const int64_t dk_pieces_from = j == 1 ? 3 - l : l;
       const auto dk_pieces_elements = hw::load<kWidth>(dk_halves + i * 64 * S + j * 32 * S + dk_pieces_from * 8 * S + k);
       hw::store(dk_pieces + element, dk_pieces_elements);
     }

@@ -37,21 +37,21 @@ __global__ void concat_y_attention_kv(const hw::bf16* y_keys, const hw::bf16* y_
   }
 }
 
-// %dst: f32[4, S/2] = fill(value=-inf)
-__global__ void fill_y_attention_lse(float* dst, int64_t S) {
-  HW_TOUCHES(hw::writes(dst, 2 * S));
+// %y_attention_lse: f32[4, S/2] = fill(value=-inf)
+__global__ void fill_y_attention_lse(float* y_attention_lse, int64_t S) {
+  HW_TOUCHES(hw::writes(y_attention_lse, 2 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
     for (int64_t i : hw::over_grid<kWidth>(2 * S)) {
-      hw::Values<float, kWidth> dst_i;
+      hw::Values<float, kWidth> y_attention_lse_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        dst_i[e] = -INFINITY;
+        y_attention_lse_i[e] = -INFINITY;
       }
-      hw::store(dst + i, dst_i);
+      hw::store(y_attention_lse + i, y_attention_lse_i);
     }
   };
-  if (2 * S % 4 == 0 && hw::aligned(dst)) {
+  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());
