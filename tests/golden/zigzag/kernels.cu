@@ -29,43 +29,41 @@ __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halv
 }
 
 // %dk_before_add: bf16[2, S/2, 64] = add(%dk_before_first_half, %dk_before_first_partial)
-// %dk_before_expand_dims: bf16[2, 1, S/2, 64] = reshape(%dk_before_add)
-// %dk_before_joined: bf16[2, 2, S/2, 64] = concat(%dk_before_expand_dims, %dk_before_expand_dims_2, axis=1)
-__global__ void add_concat_dk_before_joined(const hw::bf16* dk_before_first_half, const hw::bf16* dk_before_first_partial,
-                                            const hw::bf16* dk_before_expand_dims_2, hw::bf16* dk_before_joined, int64_t S) {
+// %dk_before: bf16[2, S, 64] = concat(%dk_before_add, %dk_before_second_half, axis=1)
+__global__ void add_concat_dk_before(const hw::bf16* dk_before_first_half, const hw::bf16* dk_before_first_partial,
+                                     const hw::bf16* dk_before_second_half, hw::bf16* dk_before, int64_t S) {
   HW_TOUCHES(hw::reads(dk_before_first_half, {2, 32 * S}, {64 * S, 1}), hw::reads(dk_before_first_partial, 64 * S),
-             hw::reads(dk_before_expand_dims_2, {2, 32 * S}, {64 * S, 1}), hw::writes(dk_before_joined, 128 * S));
+             hw::reads(dk_before_second_half, {2, 32 * S}, {64 * S, 1}), hw::writes(dk_before, 128 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(128 * S)) {
       const int64_t i = element / Index(64 * S);
-      const int64_t k = element / Index(32 * S) % 2;
-      const int64_t j = element % Index(32 * S);
-      hw::Values<float, kWidth> dk_before_joined_values;
-      if (k < 1) {
-        const auto dk_before_first_half_ij = hw::load<kWidth>(dk_before_first_half + i * 64 * S + j);
-        const auto dk_before_first_partial_ij = hw::load<kWidth>(dk_before_first_partial + i * 32 * S + j);
+      const int64_t j = element / 64 % Index(S);
+      const int64_t k = element % 64;
+      hw::Values<float, kWidth> dk_before_values;
+      if (j < S / 2) {
+        const auto dk_before_first_half_element = hw::load<kWidth>(dk_before_first_half + element);
+        const auto dk_before_first_partial_ijk = hw::load<kWidth>(dk_before_first_partial + i * 32 * S + j * 64 + k);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          const float dk_before_add = dk_before_first_half_ij.f32(e) + dk_before_first_partial_ij.f32(e);
-          dk_before_joined_values[e] = dk_before_add;
+          dk_before_values[e] = dk_before_first_half_element.f32(e) + dk_before_first_partial_ijk.f32(e);
         }
       } else {
-        const auto dk_before_expand_dims_2_ij = hw::load<kWidth>(dk_before_expand_dims_2 + i * 64 * S + j);
+        const auto dk_before_second_half_element = hw::load<kWidth>(dk_before_second_half + (element - 32 * S));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          dk_before_joined_values[e] = dk_before_expand_dims_2_ij.f32(e);
+          dk_before_values[e] = dk_before_second_half_element.f32(e);
         }
       }
-      hw::Values<hw::bf16, kWidth> dk_before_joined_element;
+      hw::Values<hw::bf16, kWidth> dk_before_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        dk_before_joined_element[e] = hw::bf16(dk_before_joined_values[e]);
+        dk_before_element[e] = hw::bf16(dk_before_values[e]);
       }
-      hw::store(dk_before_joined + element, dk_before_joined_element);
+      hw::store(dk_before + element, dk_before_element);
     }
   };
-  if (!hw::aligned(dk_before_first_half, dk_before_first_partial, dk_before_expand_dims_2, dk_before_joined)) {
+  if (!hw::aligned(dk_before_first_half, dk_before_first_partial, dk_before_second_half, dk_before)) {
     compute(hw::Width<1>(), int64_t());
   } else if (hw::fits_int32(128 * S)) {
     compute(hw::Width<8>(), uint32_t());

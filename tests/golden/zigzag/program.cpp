@@ -14,7 +14,7 @@ Program::Program(hw::Rank& rank)
       plan_dq_first_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
       plan_dq_second_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}) {
   HW_CHECK(hw::load(reverse_second_k_in_order_pieces));
-  HW_CHECK(hw::load(add_concat_dk_before_joined));
+  HW_CHECK(hw::load(add_concat_dk_before));
   HW_CHECK(hw::load(reverse_second_dk_pieces));
 }
 
@@ -49,8 +49,8 @@ OutputShapes Program::prepare(const Inputs& in) {
                             (3 - rank_cp) * (S / 8) + S / 2);
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
-    // - k_in_order_gathered_, v_in_order_pieces_, dk_before_joined_, dv_pieces_
-    // - v_in_order_gathered_, lse_first_, dk_before_second_partial_, dv_before_joined_
+    // - k_in_order_gathered_, v_in_order_pieces_, dk_before_, dv_pieces_
+    // - v_in_order_gathered_, lse_first_, dk_before_second_partial_, dv_before_
     // - k_in_order_pieces_, dk_pieces_
     memory.allocate(k_in_order_gathered_, 128 * S);
     memory.allocate(v_in_order_gathered_, 128 * S);
@@ -68,14 +68,14 @@ OutputShapes Program::prepare(const Inputs& in) {
     memory.free(k_in_order_pieces_);
     memory.free(v_in_order_pieces_);
     memory.free(lse_second_);
-    memory.allocate(dk_before_joined_, 128 * S);
+    memory.allocate(dk_before_, 128 * S);
     memory.free(dk_before_first_partial_);
     memory.free(dk_before_second_partial_);
-    memory.allocate(dv_before_joined_, 128 * S);
+    memory.allocate(dv_before_, 128 * S);
     memory.free(dv_before_first_partial_);
     memory.free(dv_before_second_partial_);
     memory.allocate(dk_pieces_, 128 * S);
-    memory.free(dk_before_joined_);
+    memory.free(dk_before_);
     memory.allocate(dv_pieces_, 128 * S);
     arena_.reserve(memory);
     prepared_ = sizes;
@@ -127,14 +127,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                                          dy_second_piece, dq_second_piece_part, dk_before_second_partial_,
                                          dv_before_second_partial_, caller));
   auto* dk_before_second_half = dk_before_second_partial_ + 32 * S;
-  HW_CHECK(hw::launch_pdl(add_concat_dk_before_joined, hw::grid_of_elements<8>(128 * S), caller, dk_before_second_partial_,
-                          dk_before_first_partial_, dk_before_second_half, dk_before_joined_, S));
+  HW_CHECK(hw::launch_pdl(add_concat_dk_before, hw::grid_of_elements<8>(128 * S), caller, dk_before_second_partial_,
+                          dk_before_first_partial_, dk_before_second_half, dk_before_, S));
   auto* dv_before_second_half = dv_before_second_partial_ + 32 * S;
-  HW_CHECK(hw::launch_pdl(add_concat_dk_before_joined, hw::grid_of_elements<8>(128 * S), caller, dv_before_second_partial_,
-                          dv_before_first_partial_, dv_before_second_half, dv_before_joined_, S));
+  HW_CHECK(hw::launch_pdl(add_concat_dk_before, hw::grid_of_elements<8>(128 * S), caller, dv_before_second_partial_,
+                          dv_before_first_partial_, dv_before_second_half, dv_before_, S));
   // attention_cases.py:40  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
-  HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_before_joined_, dk_pieces_, S));
-  HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_before_joined_, dv_pieces_, S));
+  HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_before_, dk_pieces_, S));
+  HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_before_, dv_pieces_, S));
   {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;

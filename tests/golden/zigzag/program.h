@@ -80,8 +80,8 @@ class Program {
   hw::bf16* dv_before_first_partial_ = nullptr;   // bf16[2, S/2, 64]
   hw::bf16* dk_before_second_partial_ = nullptr;  // bf16[2, S, 64]
   hw::bf16* dv_before_second_partial_ = nullptr;  // bf16[2, S, 64]
-  hw::bf16* dk_before_joined_ = nullptr;          // bf16[2, 2, S/2, 64]
-  hw::bf16* dv_before_joined_ = nullptr;          // bf16[2, 2, S/2, 64]
+  hw::bf16* dk_before_ = nullptr;                 // bf16[2, S, 64]
+  hw::bf16* dv_before_ = nullptr;                 // bf16[2, S, 64]
   hw::bf16* dk_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
   hw::bf16* dv_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
   hw::Optional<Sizes> prepared_;                  // sizes of the last call of `prepare`

@@ -98,15 +98,14 @@ class _Halving(OpRewriter):
         joined = self.make("concat", *pieces, how=attributes(axis=at + 1), word="pieces")
         by_rank = self.reshaped(joined, at, 3, (self.size,), "by_rank")
         self.halves[result.name, layout(result.type), rows] = halves
-        self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
+        self.finish("renumber", by_rank, how=attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
         """Sums the gradients of the keys or values. The rows of the first op attend only to the first half of the keys."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = self.parts(halves, at, "half")
-        parts = [self.make("expand_dims", x, how=attributes(axis=(at,))) for x in (self.make("add", low, first), high)]
-        self.finish("reshape", self.make("concat", *parts, how=attributes(axis=at), word="joined"))
+        self.finish("concat", self.make("add", low, first), high, how=attributes(axis=at))
 
-    def finish(self, kind: str, source: str, how: Attributes = ()) -> None:
-        self.emit(Op(kind, (source,), self.op.result, how, self.op.location))
+    def finish(self, kind: str, *sources: str, how: Attributes) -> None:
+        self.emit(Op(kind, sources, self.op.result, how, self.op.location))
