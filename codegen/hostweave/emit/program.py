@@ -19,7 +19,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.size_requirements import multiples
 from hostweave.types.machine import H200, Machine
-from hostweave.types.size import Atom
+from hostweave.types.size import Atom, FirstIndex
 
 
 class EmittedFunction:
@@ -98,6 +98,7 @@ class ProgramSources:
         # The input that binds a named size declares the parts of the size.
         parts = {part: (sizes[part], part_value(program, integers, part)) for part in parts_of(flat) if not part.size.name}
         self.parts, self.parts_of_sums = ([parts[part] for part in parts if part.size.is_int == fixed] for fixed in (True, False))
+        self.has_first_indices = any(isinstance(part, FirstIndex) for part in parts_of(flat))
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
         workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "cuBLASLt workspace of the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()

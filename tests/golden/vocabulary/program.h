@@ -33,7 +33,7 @@ struct OutputShapes {
   hw::Shape where_is_past;
 };
 
-// Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims.
+// Sizes that follow from the inputs: global dims, and this rank's local sizes and first indices of sharded dims.
 struct Sizes {
   int64_t V;
   int64_t D;
