@@ -19,7 +19,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.size_requirements import multiples
 from hostweave.types.machine import H200, Machine
-from hostweave.types.size import Atom, FirstIndex
+from hostweave.types.size import Atom, FirstIndex, LocalSize
 
 
 class EmittedFunction:
@@ -99,6 +99,7 @@ class ProgramSources:
         parts = {part: (sizes[part], part_value(program, integers, part)) for part in parts_of(flat) if not part.size.name}
         self.parts, self.parts_of_sums = ([parts[part] for part in parts if part.size.is_int == fixed] for fixed in (True, False))
         self.has_first_indices = any(isinstance(part, FirstIndex) for part in parts_of(flat))
+        self.has_sizes_of_ranks = any(isinstance(part, LocalSize) and part.mesh for part in parts_of(flat))
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
         workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "cuBLASLt workspace of the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()

@@ -17,7 +17,7 @@ namespace programs::two_stages {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Local tensors of one rank.
+// Local tensors of one rank. For a tensor on other ranks, pass only `global_shape`.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};   // bf16[local(M, x on ranks 0, 1), K]
   hw::Tensor w1{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -32,7 +32,8 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims.
+// Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims. A size `of_ranks` has no
+// meaning on other ranks.
 struct Sizes {
   int64_t M;
   int64_t K;

@@ -19,7 +19,7 @@ namespace programs::two_stages_streamed {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Local tensors of one rank.
+// Local tensors of one rank. For a tensor on other ranks, pass only `global_shape`.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};      // bf16[M, K]
   hw::Tensor up1{.dtype = CUDA_R_16BF};    // bf16[K, local(N, x on ranks 0, 1)]
@@ -36,7 +36,8 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims.
+// Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims. A size `of_ranks` has no
+// meaning on other ranks.
 struct Sizes {
   int64_t M;
   int64_t K;
