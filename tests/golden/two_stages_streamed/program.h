@@ -36,8 +36,8 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims. A size `of_ranks` has no
-// meaning on other ranks.
+// Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims.
+// A size `of_ranks` has no meaning on other ranks.
 struct Sizes {
   int64_t M;
   int64_t K;
