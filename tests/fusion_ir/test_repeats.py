@@ -118,6 +118,7 @@ def test_repeated_calls_become_one_repeat(backward: bool) -> None:
     [
         (lambda layer, x, w: layer(layer(x, w["w_0"]), w["w_1"]), 1),
         (lambda layer, x, w: layer(layer(x, w["w_0"]), w["v"]), 0),  # The names w_0 and v have no consecutive numbers.
+        (lambda layer, x, w: layer(layer(x, w["v"]), w["w_0"]), 0),  # One number does not show that the calls are numbered.
         (lambda layer, x, w: layer(layer(x, w["w_1"]), w["w_0"]), 1),
         (lambda layer, x, w: layer(layer(x, w["w_0"]) * 2, w["w_1"]), 0),  # Another op is between the calls.
         (lambda layer, x, w: layer(x, w["w_0"]) + layer(x, w["w_1"]), 1),
@@ -255,7 +256,7 @@ def test_a_repeat_needs_no_group() -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("count", [2, 3, 6])
 def test_calls_that_use_the_previous_tensor(count: int, backward: bool) -> None:
     """A backward pass uses the input of each layer. The input of a layer is a result of the previous layer. In the repeat, the function
     `back` reshards the gradients."""

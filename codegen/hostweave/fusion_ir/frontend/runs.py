@@ -162,8 +162,9 @@ class Runs:
             run.backward = backward
             run.each = {at: run.in_order(column) for at, column in in_turn.items()}
             late = {at: column for at, column in run.each.items() if not (self.is_stack(column) or self.is_group(column))}
-            run.lagged = {at: whole for at, column in late.items() if is_late and (whole := self.whole(column))}
             run.each = {at: column for at, column in run.each.items() if at not in late}
+            counts = len(calls) > 2 or bool(run.each)  # the number in one name alone does not show that the calls are numbered
+            run.lagged = {at: whole for at, column in late.items() if is_late and (whole := self.whole(column, counts))}
             if len(run.lagged) == len(late):
                 return run
         if not self.stacks:  # later attempts have fewer groups, and would fail too
@@ -179,12 +180,13 @@ class Runs:
             return None
         return tuple(value.name for value in reshards), reshards[0].type
 
-    def whole(self, column: Column) -> Column:
-        """Stack or group from which a lagged column reads, or (). `column[1:]` equals the stack or group without its last tensor."""
+    def whole(self, column: Column, counts: bool) -> Column:
+        """Stack, or group if `counts`, from which a lagged column reads, or (). `column[1:]` equals the stack or group without its last
+        tensor."""
         rest = column[1:]
         if found := next((stack for stack in self.stacks if stack[:-1] == rest), None):
             return found
-        for match in re.finditer(r"\d+", rest[-1]) if len(rest) > 1 else ():
+        for match in re.finditer(r"\d+", rest[-1]) if counts else ():
             following = f"{rest[-1][: match.start()]}{int(match[0]) + 1}{rest[-1][match.end() :]}"
             if self.is_group((*rest, following)):
                 return (*rest, following)
