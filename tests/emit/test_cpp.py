@@ -11,7 +11,7 @@ from hostweave.types.tensor import bf16, bool_, f32, f64, i32
 
 
 def integers() -> CppExprPrinter:
-    result = CppExprPrinter(Mesh(x=4), {"M": "M", "K": "K_1"}, {"M": 12, "K": 4})
+    result = CppExprPrinter(Mesh(x=4), {"M": "M", "K": "K_1"}, {"M": 12, "K": 4}, depths={"D": 6})
     result.coordinates[result.mesh, "x"] = "rank_x"
     result.define("i", "i", (0, 3))
     result.define("n", "n", (None, None))
@@ -70,6 +70,7 @@ I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741
         (I // 2, "i / 2"),
         ((I - 1) // 2, "hw::floor_div(i - 1, 2)"),
         (I.equals(RANK), "i == rank_x"),
+        ((Symbol("D") - 1 - I).equals(0), "i == 5"),
         (I.less(3), "i < 3"),
         ((I + 1) * 3, "(i + 1) * 3"),
         (RANK - (I - 1), "rank_x - (i - 1)"),

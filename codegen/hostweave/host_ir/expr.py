@@ -107,7 +107,7 @@ def opposite(condition: Expr) -> Expr:
 
 
 def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
-    """Builds `left op right` in simplified form: 2 + 3 becomes 5, and x * 1 becomes x."""
+    """Builds `left op right` in simplified form: 2 + 3 becomes 5, x * 1 becomes x, and 5 - x == 0 becomes x == 5."""
     left = Const(left) if isinstance(left, int) else left
     right = Const(right) if isinstance(right, int) else right
     if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] > 1 and not (op in "/%" and right.value == 0):
@@ -120,6 +120,8 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
         case "+", Binary("*", Binary("/", whole, divisor), factor), Binary("%", other, modulus) if whole == other:
             if divisor == factor == modulus:
                 return whole
+        case "==", Binary("-", Const(value), index), Const(other) if value >= other:
+            return Binary("==", index, Const(value - other))
     if (op == "%" and right == Const(1)) or (op == "*" and Const(0) in (left, right)):
         return Const(0)
     return Binary(op, left, right)
