@@ -60,7 +60,7 @@ class Dataflow:
     def is_view(self, op: Op) -> bool:
         """True if an op is only pointer arithmetic: a view, a reduction over one local element, or a local transfer: each rank
         of the target mesh already holds its shard, as its whole local operand or as a block of the operand along unsharded dims."""
-        if op.kind == "transfer":
+        if BLOCKS in OPS[op.kind].attributes:
             blocks = op[BLOCKS]
             dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
             return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)

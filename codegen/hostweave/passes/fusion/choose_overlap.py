@@ -213,7 +213,7 @@ class _Choice:
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
         if change.kind in TO_OTHER_MESHES:
-            return change.kind == "reduce" or not self.moves_whole_blocks(member)
+            return OPS[change.kind].reduces or not self.moves_whole_blocks(member)
         before, after = (type.dims[member.dim].axes for type in (self.types[member.op.tensors[0]], member.op.result.type))
         return change.kind in ("all_to_all", "permute_shards") and before != after
 

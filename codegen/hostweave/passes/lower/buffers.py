@@ -144,7 +144,7 @@ class Buffers:
             return
         if source in self.placement.by_shards:  # The loop views the shards one by one.
             return
-        is_of_chunks = op.kind not in ("shard", "transfer", "permute_dims")
+        is_of_chunks = not OPS[op.kind].is_reshard_step and op.kind != "permute_dims"
         dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None
         if steps is None or stream is None or dim is None:
             self.buffer_of(result.name)
@@ -160,7 +160,7 @@ class Buffers:
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
-        if op.kind == "transfer":  # Along sharded dims, the operand already is the rank's block.
+        if OPS[op.kind].to_other_mesh:  # Along sharded dims, the operand already is the rank's block.
             gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(op[BLOCKS].sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
@@ -173,7 +173,7 @@ class Buffers:
         return buffer
 
     def _view_of_all(self, op: Op) -> str:
-        if op.kind in ("shard", "transfer"):
+        if OPS[op.kind].is_reshard_step:
             with self.b.hoisted():
                 return self._own_block(op)
         source, name = self.buffer_of(op.tensors[0]), op.result.name

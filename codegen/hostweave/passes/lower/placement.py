@@ -80,7 +80,7 @@ def _is_placed(flow: Dataflow, name: str) -> bool:
     made = flow.made.get(name)
     if made is None:
         return False
-    if made.kind in ("reshape", "expand_dims") and _adds_dims(flow, made):
+    if _adds_dims(flow, made):
         return _is_placed(flow, made.tensors[0])
     return not _is_pointwise(made) and _writes_strided(flow, made)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from hostweave.base.errors import ProgramError
 from hostweave.communication.transfers import needs_equal_blocks
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.transports.transport import Transport
 from hostweave.types.mesh import Mesh
@@ -39,7 +39,7 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
 
 def _even(op: Op, types: Mapping[str, TensorType], fusion: Fusion, transport: Transport) -> Iterator[Even]:
     if op.kind in TO_OTHER_MESHES:
-        why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
+        why = "a stream" if op.result.stream else "a reduction to another mesh" if OPS[op.kind].reduces else ""
         if not why and needs_equal_blocks(types[op.tensors[0]], op.result.type, fusion.mesh, transport):
             why = "a move between meshes by gets"
         for type in (types[op.tensors[0]], op.result.type) if why else ():
