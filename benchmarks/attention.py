@@ -39,8 +39,8 @@ def main() -> None:
 
     torch.cuda.set_device(0)
     print(f"{torch.cuda.get_device_name(0)}, cuDNN {torch.backends.cudnn.version()}, heads of {HEAD}", flush=True)
-    alone = {heads: [hw.compile(made(*heads), target="cuda") for made in (_fusion, _backward, _with_lse)] for heads in HEADS}
-    shared = _shared() if len(gpus()) > 1 else {}
+    alone = {heads: [hw.compile(made(*heads), target="cuda") for made in (attention_of, gradients_of, with_lse_of)] for heads in HEADS}
+    shared = fusions_over_ranks() if len(gpus()) > 1 else {}
     several = {name: (fusion, hw.compile(fusion, target="cuda")) for name, fusion in shared.items()}
     programs = [program for made in alone.values() for program in made]
     with ThreadPoolExecutor() as pool:
@@ -118,7 +118,7 @@ def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
     return arrays
 
 
-def _shared() -> dict[str, hw.Fusion]:
+def fusions_over_ranks() -> dict[str, hw.Fusion]:
     """Attention forward and backward, on one GPU, and on two GPUs with rows in order and in zigzag."""
     made = {}
     for name, pass_ in (("forward", _forward_of), ("backward", _backward_of)):
@@ -152,7 +152,9 @@ def _by_rows(x: hw.Tensor) -> hw.Tensor:
     return hw.permute_dims(x, (1, 0, 2))
 
 
-def _fusion(heads: int, groups: int) -> hw.Fusion:
+def attention_of(heads: int, groups: int) -> hw.Fusion:
+    """Causal attention that returns one row of all heads per position."""
+
     @hw.fusion(q=hw.bf16["S", "B", heads, HEAD], k=hw.bf16["S", "B", groups, HEAD], v=hw.bf16["S", "B", groups, HEAD])
     def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
         attended = hw.scaled_dot_product_attention(*map(_turned, (q, k, v)), is_causal=True, enable_gqa=True)
@@ -161,7 +163,9 @@ def _fusion(heads: int, groups: int) -> hw.Fusion:
     return attention
 
 
-def _with_lse(heads: int, groups: int) -> hw.Fusion:
+def with_lse_of(heads: int, groups: int) -> hw.Fusion:
+    """Causal attention that also returns the log-sum-exp of each row."""
+
     @hw.fusion(q=hw.bf16["S", "B", heads, HEAD], k=hw.bf16["S", "B", groups, HEAD], v=hw.bf16["S", "B", groups, HEAD])
     def with_lse(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
         y, lse = hw.attention(*map(_turned, (q, k, v)), "top_left", enable_gqa=True)
@@ -170,7 +174,9 @@ def _with_lse(heads: int, groups: int) -> hw.Fusion:
     return with_lse
 
 
-def _backward(heads: int, groups: int) -> hw.Fusion:
+def gradients_of(heads: int, groups: int) -> hw.Fusion:
+    """Gradients of `attention_of`."""
+
     @hw.fusion(
         q=hw.bf16["S", "B", heads, HEAD],
         k=hw.bf16["S", "B", groups, HEAD],

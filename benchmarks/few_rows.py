@@ -47,7 +47,7 @@ def _compare(name: str, rows: int, depth: int, columns: int, is_gated: bool) -> 
     x = torch.randn(rows, depth, device="cuda").bfloat16()
     weights = [(torch.randn(depth, columns, device="cuda") * depth**-0.5).bfloat16() for _ in range(count * each)]
     groups = [tuple(weights[i : i + each]) for i in range(0, len(weights), each)]
-    program = _program(count, depth, columns, is_gated)
+    program = program_of(count, depth, columns, is_gated)
     calls = {
         "ours": program.capture(x, *weights),
         "torch": in_a_graph(lambda: [_product(torch.nn.functional, x, *group) for group in groups]),
@@ -75,7 +75,8 @@ def _product(ops: Any, x: Any, *weights: Any) -> Any:
     return ops.silu(gate) * up[0] if up else gate
 
 
-def _program(count: int, depth: int, columns: int, is_gated: bool) -> hw.Program:
+def program_of(count: int, depth: int, columns: int, is_gated: bool) -> hw.Program:
+    """Program of `count` products of the same rows with different weights."""
     each = 2 if is_gated else 1
     types = {f"w_{i}": hw.bf16[depth, columns] for i in range(count * each)}
 

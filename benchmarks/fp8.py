@@ -59,7 +59,7 @@ def main(names: Sequence[str]) -> None:
 
 
 @cache
-def _product(scaling: str, k: int | str, n: int | str) -> hw.Program:
+def product_of(scaling: str, k: int | str, n: int | str) -> hw.Program:
     """Program of one product. Block scales of `a` have torch's layout: the scales of adjacent rows are contiguous."""
     of_a, of_w = ((1, 1), (1, 1)) if scaling == "tensor" else ((1, "M"), (n, 1))
     if isinstance(k, int) and isinstance(n, int):
@@ -80,7 +80,7 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
     group = hw.init()
     for case, shapes in SHAPES.items():
         for (k, n), scaling, rows in product(shapes, SCALINGS, ROWS):
-            program = _product(scaling, *((k, n) if scaling == "block" else ("K", "N")))
+            program = product_of(scaling, *((k, n) if scaling == "block" else ("K", "N")))
             a, w = (torch.randn(size, k, device="cuda").to(torch.float8_e4m3fn) for size in (rows, n))
             of_a, of_w = {
                 "tensor": ((1, 1), (1, 1)),

@@ -34,19 +34,20 @@ def main() -> None:
         print(f"{case}, {ranks} GPUs: {report.line(times, [PLAIN, NOTED])}; progress costs {noted / plain - 1:+.2%}", flush=True)
 
 
-def _programs(ranks: int) -> Iterator[tuple[hw.Program, dict[str, int]]]:
+def programs_of(ranks: int) -> Iterator[tuple[hw.Program, dict[str, int]]]:
+    """Programs, and sizes of their calls."""
     for tokens in (8192, 2048):
         sizes = sequence_parallel.sizes_of(tokens)
         yield hw.compile(sequence_parallel.fusion_of(ranks), target="cuda", options=hw.Options(sizes=sizes)), sizes
     yield decode.program_of(decode.TOGETHER, ranks), {"T": 16}
-    yield small_all_reduce._program(ranks, "auto"), {"T": 16}
+    yield small_all_reduce.program_of(ranks, "auto"), {"T": 16}
 
 
 def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     import torch
 
     group = hw.init()
-    for (plain, sizes), (noted, _) in zip(_programs(ranks), _programs(ranks), strict=True):
+    for (plain, sizes), (noted, _) in zip(programs_of(ranks), programs_of(ranks), strict=True):
 
         def random(value: Any, sizes: dict[str, int] = sizes, mesh: hw.Mesh = plain.host.mesh) -> Any:
             shape = block_shape(value.type, mesh, rank, global_shape(value.type, sizes))
@@ -70,9 +71,9 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def _host_times(call: Callable[[], Any]) -> list[float]:
-    from torch_door import _microseconds
+    from torch_door import microseconds_of
 
-    return [us for _ in range(5) for us in _microseconds(call, 4)[1:]]
+    return [us for _ in range(5) for us in microseconds_of(call, 4)[1:]]
 
 
 if __name__ == "__main__":

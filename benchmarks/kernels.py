@@ -228,7 +228,7 @@ def main(words: Sequence[str]) -> None:
     print(f"{torch.cuda.get_device_name(0)}, bf16; limit for at least {MANY_ROWS} rows: {COPY_SHARE} of a copy's bandwidth")
     for case in [case for case in CASES if case.name in words] or CASES:
         for model, (hidden, inner) in WIDTHS.items():
-            program = hw.compile(_fusion(case, hidden, inner), target="cuda")
+            program = hw.compile(fusion_of(case, hidden, inner), target="cuda")
             for rows in ROWS:
                 timed = _times(_calls(case, {"M": rows, **_widths(hidden, inner)}, program, group))
                 us = {name: statistics.median(each) for name, each in timed.items()}
@@ -246,7 +246,8 @@ def _widths(hidden: int, inner: int) -> dict[str, int]:
     return {"H": hidden, "F": inner, "N": hidden // HEAD, "D": HEAD, "C": HEAD // 2, "1": 1}
 
 
-def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
+def fusion_of(case: Case, hidden: int, inner: int) -> hw.Fusion:
+    """Fusion of a case, whose program is one kernel."""
     dims = {"M": "M", **_widths(hidden, inner)}
     names = "abcdefgh"[: len(case.inputs)]
     types = {"8": hw.f8e4m3, "f": hw.f32}

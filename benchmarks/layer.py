@@ -58,7 +58,8 @@ def _compare(cases: tuple[Case, ...], ranks: int) -> None:
         print(f"{case.name} {case.parallel}, {case.tokens} tokens, {ranks} GPUs: {report.line(times, ours)}", flush=True)
 
 
-def _program(case: Case, ranks: int, overlap: str) -> hw.Program:
+def program_of(case: Case, ranks: int, overlap: str) -> hw.Program:
+    """Program of a layer of a case."""
     inner, rows = case.inner // ranks, "T@tp" if case.parallel == "sp" else "T"
     gate_up, down = hw.bf16[case.hidden, f"{ranks}@tp", 2, inner], hw.bf16[f"{case.inner}@tp", case.hidden]
 
@@ -92,7 +93,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
         inner = case.inner // ranks
         x, wgu, wd = arrays = random(rows, case.hidden), random(case.hidden, 2 * inner), random(inner, case.hidden)
         blocks = x, wgu.view(case.hidden, 1, 2, inner), wd
-        ways = {"in sequence": _program(case, ranks, "off")} | ({"as chosen": _program(case, ranks, "auto")} if ranks > 1 else {})
+        ways = {"in sequence": program_of(case, ranks, "off")} | ({"as chosen": program_of(case, ranks, "auto")} if ranks > 1 else {})
         eager = _torch_mlp(case.parallel, ranks)
         calls: Calls = {name: partial(way, *blocks, group=group) for name, way in ways.items()}
         if rank == 0 and "as chosen" in ways:

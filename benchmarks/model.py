@@ -136,8 +136,8 @@ def _parts(shards: int, rank: int, ranks: int) -> Iterator[Calls]:
     sharded = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     c = replace(whole, **{name: getattr(whole, name) // shards for name in sharded})
     mesh = hw.Mesh(tp=1)
-    given = [_inputs_of_parts(c, attends) for attends in (False, True)]
-    programs = [_parts_of_decode(c, types) for types in given]
+    given = [inputs_of_parts(c, attends) for attends in (False, True)]
+    programs = [parts_of_decode(c, types) for types in given]
     data = {name: _random(type, 0, mesh) for name, type in given[1].items() if name != "lengths"}
     read, written = torch.empty(2, sum(array.nbytes for array in data.values()) // 2, dtype=torch.uint8, device="cuda")
     data["lengths"] = torch.full((1,), PROMPT, dtype=torch.int32, device="cuda")
@@ -150,7 +150,8 @@ def _parts(shards: int, rank: int, ranks: int) -> Iterator[Calls]:
         program.close()
 
 
-def _inputs_of_parts(c: Config, attends: bool) -> dict[str, Any]:
+def inputs_of_parts(c: Config, attends: bool) -> dict[str, Any]:
+    """Inputs of `parts_of_decode`. Includes inputs of the attention if `attends`."""
     types = {llama.short(name): type for name, type in llama.layer_weights(c).items()}
     of_layer = {name: types[name] for name in MATRICES}
     if attends:
@@ -161,7 +162,7 @@ def _inputs_of_parts(c: Config, attends: bool) -> dict[str, Any]:
     return others | {f"{name}_{i}": type for i in range(LAYERS) for name, type in of_layer.items()}
 
 
-def _parts_of_decode(c: Config, types: dict[str, Any]) -> hw.Program:
+def parts_of_decode(c: Config, types: dict[str, Any]) -> hw.Program:
     """Program of the matmuls of a step. Includes the attention if `types` has the inputs `lengths`, keys and values."""
 
     @hw.fusion(mesh=hw.Mesh(tp=1), **types)

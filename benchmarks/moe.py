@@ -78,7 +78,7 @@ def _expect_near(got: Any, wanted: Any) -> None:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _product(experts: int, k: int, n: int, is_gradient: bool, is_turned: bool = True) -> hw.Program:
+def product_of(experts: int, k: int, n: int, is_gradient: bool, is_turned: bool = True) -> hw.Program:
     """Grouped matmul with matrices [k, n], or [n, k] if `is_turned`. If `is_gradient`: the gradient of the matrices."""
     if is_gradient:
 
@@ -112,7 +112,7 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
     for experts, (k, n) in SHAPES.items():
         w = torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * 0.02
         for is_gradient in (False, True):
-            program = _product(experts, k, n, is_gradient)
+            program = product_of(experts, k, n, is_gradient)
             for tokens in TOKENS:
                 rows = experts * tokens
                 if rows > MOST_ROWS:
@@ -132,7 +132,9 @@ def _products(rank: int, ranks: int) -> Iterator[Calls]:
 # --- dispatch and combine ---------------------------------------------------------------------------------------------
 
 
-def _through(ranks: int, hidden: int = HIDDEN, sent: Any = None) -> Fusion:
+def dispatched_and_combined(ranks: int, hidden: int = HIDDEN, sent: Any = None) -> Fusion:
+    """Sends rows to the ranks of their experts, and adds the weighted rows on the ranks of their tokens."""
+
     @hw.fusion(
         mesh=hw.Mesh(ep=ranks),
         **{"x": hw.bf16["T@ep", hidden], "ids": hw.i64["T@ep", CHOICES], "weights": hw.f32["T@ep", CHOICES]},
@@ -153,7 +155,7 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
 
     group = hw.init()
     for tokens, sums in product((128, 4096), (None, hw.bf16)):
-        program = hw.compile(_through(ranks, sent=sums), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
+        program = hw.compile(dispatched_and_combined(ranks, sent=sums), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
         torch.manual_seed(rank)
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :CHOICES].contiguous()
@@ -168,7 +170,7 @@ def _dispatched(rank: int, ranks: int) -> Iterator[Calls]:
         program.close()
 
 
-def _exchanges(ranks: int, tokens: int, hidden: int) -> Fusion:
+def exchanges_alone(ranks: int, tokens: int, hidden: int) -> Fusion:
     """A gather of rows, and a reduce-scatter of sums in f32. Dispatch and combine need at least these two exchanges."""
     shard = f"{tokens * ranks}@ep"
 
@@ -190,8 +192,8 @@ def _chain(rank: int, ranks: int) -> Iterator[Calls]:
     group = hw.init()
     calls: Calls = {}
     for tokens, hidden in ((128, HIDDEN), (1, 8)):
-        program = hw.compile(_through(ranks, hidden), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
-        alone = hw.compile(_exchanges(ranks, tokens, hidden), target="cuda")
+        program = hw.compile(dispatched_and_combined(ranks, hidden), target="cuda", options=hw.Options(sizes={"T": tokens * ranks}))
+        alone = hw.compile(exchanges_alone(ranks, tokens, hidden), target="cuda")
         x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         ids = torch.rand(tokens, EXPERTS, device="cuda").argsort(1)[:, :CHOICES].contiguous()
         weights = torch.rand(tokens, CHOICES, device="cuda")
@@ -228,7 +230,7 @@ def _torch_dispatch(x: Any, ids: Any, weights: Any, ranks: int) -> Callable[[], 
 # --- a layer ----------------------------------------------------------------------------------------------------------
 
 
-def _layer(name: str, ranks: int = 1, **options: Any) -> hw.Program:
+def layer_of(name: str, ranks: int = 1, **options: Any) -> hw.Program:
     """The program `moe` (forward) or `moe_training` (forward and backward) of examples/moe.py. Experts and tokens are sharded over the
     ranks."""
     example: Any = load_file(EXAMPLES / "moe.py", {"mesh": hw.Mesh(ep=ranks), "EXPERTS": LAYER["experts"], "TOP": LAYER["top"]})
@@ -250,7 +252,7 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
     x, dy, router, w1, w2 = given.values()
     dist.broadcast(router, 0)
     bias = torch.zeros(experts, device="cuda")
-    programs = [_layer(name, ranks) for name in ("moe", "moe_training")]
+    programs = [layer_of(name, ranks) for name in ("moe", "moe_training")]
     forward = programs[0].capture(x, router, bias, w1, w2, group=group)
     both = programs[1].capture(x, dy, router, bias, w1, w2, group=group)
     inputs = [tensor.clone().requires_grad_() for tensor in (x, router, w1, w2)]
@@ -305,7 +307,7 @@ def _bounds(rank: int, ranks: int) -> Iterator[Calls]:
     for name, (a, b) in products.items():
         is_gradient, is_turned = b.ndim == 2, not b.is_contiguous()
         k, n = (a.shape[0], b.shape[1]) if is_gradient else b.shape[1:]
-        program = _product(experts, k, n, is_gradient, is_turned)
+        program = product_of(experts, k, n, is_gradient, is_turned)
         programs.append(program)
         given = (a.T if is_gradient else a, b.mT if is_turned else b, ends)
         ours, of_torch = program.capture(*given, group=group), partial(torch._grouped_mm, a, b, offs=ends)

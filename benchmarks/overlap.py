@@ -90,7 +90,7 @@ def main() -> None:
         next((Path(word.removeprefix(name)) for word in sys.argv[1:] if word.startswith(name)), None) for name in (NCCL, CUBLASMP)
     )
     ranks, cases = len(gpus()), [case for case in CASES if case.name in words or not words]
-    programs = [_alternatives(case, ranks) for case in cases]
+    programs = [alternatives_of(case, ranks) for case in cases]
     with ThreadPoolExecutor() as pool:
         by_hand = pool.submit(_built_by_hand, cases, nccl, cublasmp)
         in_windows = [chosen(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
@@ -129,7 +129,7 @@ def _print_ours(case: Case, times: dict[str, tuple[list[float], float]], choice:
     print(f"  measured (predicted): {', '.join(columns)}", flush=True)
 
 
-def _alternatives(case: Case, ranks: int, **options: Any) -> dict[str, hw.Program]:
+def alternatives_of(case: Case, ranks: int, **options: Any) -> dict[str, hw.Program]:
     """Programs of all alternatives, with the compiler's choice first."""
     program = chosen(case, ranks, **options)
     choice: Choice = program.choices[0]

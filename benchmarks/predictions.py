@@ -128,13 +128,13 @@ def _experts() -> Iterator[Row]:
         yield (
             f"dispatch and combine, {tokens} tokens a GPU",
             lambda machine, sizes={"T": tokens * RANKS}: hw.compile(
-                moe._through(RANKS), target="cuda", options=hw.Options(machine=machine, sizes=sizes)
+                moe.dispatched_and_combined(RANKS), target="cuda", options=hw.Options(machine=machine, sizes=sizes)
             ),
             {"T": tokens * RANKS},
         )
     sizes = {"T": moe.LAYER["tokens"], "H": moe.LAYER["hidden"], "I": moe.LAYER["inner"]}
     for what, name in (("forward", "moe"), ("forward and backward", "moe_training")):
-        yield f"a Mixtral layer, {what}, 1 GPU", lambda machine, name=name: moe._layer(name, machine=machine), sizes
+        yield f"a Mixtral layer, {what}, 1 GPU", lambda machine, name=name: moe.layer_of(name, machine=machine), sizes
 
 
 if __name__ == "__main__":

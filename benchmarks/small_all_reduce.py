@@ -58,7 +58,8 @@ def main(all_rows: Sequence[int] = ROWS) -> None:
         print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {report.line(row, [OURS, BY_NCCL], STEPS / 1e3, 'us', 2)}", flush=True)
 
 
-def _program(ranks: int, transport: str) -> hw.Program:
+def program_of(ranks: int, transport: str) -> hw.Program:
+    """Program of STEPS all-reduces, each with a norm."""
     factors = {f"p_{i}": hw.bf16[f"{ranks}@tp", "T", WIDTH] for i in range(STEPS)}
 
     @hw.fusion(mesh=hw.Mesh(tp=ranks), x=hw.bf16["T", WIDTH], n=hw.bf16[WIDTH], **factors)
@@ -77,7 +78,7 @@ def _calls(all_rows: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
 
     hw.init()
     torch.manual_seed(rank)
-    programs = {OURS: _program(ranks, "auto"), BY_NCCL: _program(ranks, "two_sided")}
+    programs = {OURS: program_of(ranks, "auto"), BY_NCCL: program_of(ranks, "two_sided")}
     n = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
     begin, step = (torch.compile(function, dynamic=False) for function in (_first_term, _step))
     for rows in all_rows:

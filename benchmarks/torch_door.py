@@ -238,10 +238,10 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
         firsts, others, alone = dict[str, list[float]](), dict[str, list[float]](), list[float]()
         for _ in range(4 * REPETITIONS):
             for name, call in (graphs | one_kernel).items():
-                first, *following = _microseconds(call, CALLS)
+                first, *following = microseconds_of(call, CALLS)
                 firsts.setdefault(name, []).append(first)
                 others.setdefault(name, []).extend(following)
-            alone += _microseconds(partial(ours, local), 1)
+            alone += microseconds_of(partial(ours, local), 1)
         for name, one in others.items():
             first = statistics.median(firsts[name])
             low, _, _, high = statistics.quantiles(one, n=5)
@@ -251,7 +251,7 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
     group.close()
 
 
-def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
+def microseconds_of(call: Callable[[], Any], calls: int) -> list[float]:
     """Host microseconds of each call. A kernel blocks the GPU until all calls are enqueued."""
     torch.cuda.synchronize()
     torch.cuda._sleep(40_000_000)

@@ -54,9 +54,9 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
         met = {part: meeting for meeting in match_communications(instances) for part in meeting.parts}
     except ProgramError as error:
         raise ExecutionError(str(error)) from None
-    world = _World(instances, met)
+    world = World(instances, met)
     ranks = [
-        _Rank(world, rank, {name: blocks[rank] for name, blocks in local.items() if blocks[rank] is not None})
+        Rank(world, rank, {name: blocks[rank] for name, blocks in local.items() if blocks[rank] is not None})
         for rank in range(program.mesh.size)
     ]
     _take_turns([rank.run() for rank in ranks])
@@ -104,7 +104,7 @@ def _take_turns(ranks: list[Turns]) -> None:
 
 
 @dataclass(frozen=True)
-class _World:
+class World:
     """State that ranks share. `posted` maps each posted communication to the data that the communication sends, or to None."""
 
     instances: Instances
@@ -113,8 +113,8 @@ class _World:
     memories: list[dict[str, Array]] = field(default_factory=list)  # for each rank, the bytes of its buffers
 
 
-class _Rank:
-    def __init__(self, world: _World, rank: int, inputs: Mapping[str, Array | None]):
+class Rank:
+    def __init__(self, world: World, rank: int, inputs: Mapping[str, Array | None]):
         self.world, self.rank = world, rank
         self.sizes = world.instances.sizes[rank]
         self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}

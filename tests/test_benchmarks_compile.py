@@ -24,9 +24,9 @@ def compiled(fusion: Any, **options: Any) -> hw.Program:
 
 
 def attention(module: Any) -> Iterator[hw.Program]:
-    for made in (module._fusion, module._backward, module._with_lse):
+    for made in (module.attention_of, module.gradients_of, module.with_lse_of):
         yield compiled(made(*module.HEADS[1]))
-    yield from map(compiled, module._shared().values())
+    yield from map(compiled, module.fusions_over_ranks().values())
 
 
 def comm(module: Any) -> Iterator[hw.Program]:
@@ -41,12 +41,12 @@ def decode(module: Any) -> Iterator[hw.Program]:
 
 def few_rows(module: Any) -> Iterator[hw.Program]:
     for is_gated in (False, True):
-        yield module._program(2, 64, 128, is_gated)
+        yield module.program_of(2, 64, 128, is_gated)
 
 
 def fp8(module: Any) -> Iterator[hw.Program]:
     for scaling, (k, n) in {"tensor": ("K", "N"), "row": ("K", "N"), "block": (256, 512)}.items():
-        yield module._product(scaling, k, n)
+        yield module.product_of(scaling, k, n)
     for dtype in (module.OURS, module.BF16):
         yield compiled(module.layer(RANKS, 2048, dtype))
         yield compiled(module.decoding(16, dtype))
@@ -61,39 +61,39 @@ def fsdp(module: Any) -> Iterator[hw.Program]:
 
 def graph_progress(module: Any) -> Iterator[hw.Program]:
     module.decode.BLOCKS = module.small_all_reduce.STEPS = 2
-    yield from (program for program, _ in islice(module._programs(RANKS), 1, None))
+    yield from (program for program, _ in islice(module.programs_of(RANKS), 1, None))
 
 
 def kernels(module: Any) -> Iterator[hw.Program]:
     for case in module.CASES:
-        yield compiled(module._fusion(case, *module.WIDTHS["8B"]))
+        yield compiled(module.fusion_of(case, *module.WIDTHS["8B"]))
 
 
 def layer(module: Any) -> Iterator[hw.Program]:
     for case in module.TOGETHER[:4:2]:
-        yield module._program(case, RANKS, "auto")
-    yield module._program(module.ALONE[0], 1, "off")
+        yield module.program_of(case, RANKS, "auto")
+    yield module.program_of(module.ALONE[0], 1, "off")
 
 
 def model(module: Any) -> Iterator[hw.Program]:
     module.LAYERS = 1
     c = module.Config(num_hidden_layers=1)
     for attends in (False, True):
-        yield module._parts_of_decode(c, module._inputs_of_parts(c, attends))
+        yield module.parts_of_decode(c, module.inputs_of_parts(c, attends))
 
 
 def moe(module: Any) -> Iterator[hw.Program]:
     for is_gradient, is_turned in ((False, True), (False, False), (True, False)):
-        yield module._product(8, 64, 128, is_gradient, is_turned)
-    yield compiled(module._through(RANKS))
-    yield compiled(module._through(RANKS, 8))
-    yield compiled(module._exchanges(RANKS, 1, 8))
-    yield module._layer("moe_training", machine=H200)
+        yield module.product_of(8, 64, 128, is_gradient, is_turned)
+    yield compiled(module.dispatched_and_combined(RANKS))
+    yield compiled(module.dispatched_and_combined(RANKS, 8))
+    yield compiled(module.exchanges_alone(RANKS, 1, 8))
+    yield module.layer_of("moe_training", machine=H200)
 
 
 def overlap(module: Any) -> Iterator[hw.Program]:
     for case in module.CASES[1], module.CASES[8]:
-        programs = module._alternatives(case, RANKS, machine=H200, check=False)
+        programs = module.alternatives_of(case, RANKS, machine=H200, check=False)
         assert case.kind == "rs" or programs["put(1)"].choices[0].chosen.name == "put(1)"  # put(1) copies without a loop.
         yield from programs.values()
 
@@ -105,7 +105,7 @@ def sequence_parallel(module: Any) -> Iterator[hw.Program]:
 def small_all_reduce(module: Any) -> Iterator[hw.Program]:
     module.STEPS = 2
     for transport in ("auto", "two_sided"):
-        yield module._program(RANKS, transport)
+        yield module.program_of(RANKS, transport)
 
 
 def tune(module: Any) -> Iterator[hw.Program]:

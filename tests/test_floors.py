@@ -168,6 +168,27 @@ def test_types_have_different_names() -> None:
     assert {name: paths for name, paths in found.items() if len(paths) > 1}.keys() == SHARED_TYPE_NAMES.keys()
 
 
+# Private names of torch and os that tests and benchmarks use.
+OF_OTHERS = {"_exit", "_forward_hooks", "_get_backend", "_overloadname", "_parameters", "_schema", "_version"}
+
+
+def test_tests_and_benchmarks_use_public_names() -> None:
+    """Names that end in an underscore, such as `_repr_html_`, belong to protocols."""
+    wrong = []
+    for path in (*Path(__file__).parent.rglob("*.py"), *BENCHMARKS.rglob("*.py")):
+        for node in nodes(path):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("torch"):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node).partition(".")[0] not in ("self", "cls", "torch", "aten"):
+                names = [node.attr]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+                names = [str(given.value).rpartition(".")[2] for given in node.args[:2] if isinstance(given, ast.Constant)]
+            private = [name for name in names if name.startswith("_") and not name.endswith("_") and name not in OF_OTHERS]
+            wrong += [f"{path.name}:{node.lineno}: {name}" for name in private]  # type: ignore[attr-defined]
+    assert wrong == []
+
+
 def test_passes_are_those_of_the_list_and_call_no_others() -> None:
     """Each file of `passes/fusion` and `passes/host` has one pass, which no other pass imports."""
     names, folders = {apply.__name__ for apply in PASSES}, ("fusion", "host")

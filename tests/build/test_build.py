@@ -23,7 +23,7 @@ from hostweave.base.paths import RUNTIME
 from hostweave.build import cache, cuda, figures, make, toolchain
 from hostweave.build.figures import file_of, save
 from hostweave.build.nvrtc import Nvrtc, loader, parts_of, units_of
-from hostweave.build.program import _load_library, build, load
+from hostweave.build.program import build, load, load_library
 from hostweave.build.toolchain import Library
 from hostweave.cli.main import report
 from hostweave.targets.target import find_target
@@ -80,7 +80,7 @@ def test_runtime_libraries_and_program_are_built_in_parallel(empty_cache: Path, 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if another file replaces the library while a module is loaded, the module uses the checked library. Loading the replacement is
     an error."""
-    here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
+    here, open_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
 
     def make_library(folder: Path, value: int = 1) -> None:
@@ -103,14 +103,14 @@ def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tm
     def load_late(file: str, *flags: int) -> ctypes.CDLL:
         library.path.rename(kept)
         (planted / used).rename(library.path)
-        return load_library(file, *flags)
+        return open_library(file, *flags)
 
     monkeypatch.setattr(ctypes, "CDLL", load_late)
     module = load(folder / toolchain.MODULE_FILE, find_target("cpu").dlopen_flags)
-    assert load_library(module.__file__).hw_asked() == 1
-    monkeypatch.setattr(ctypes, "CDLL", load_library)
+    assert open_library(module.__file__).hw_asked() == 1
+    monkeypatch.setattr(ctypes, "CDLL", open_library)
     with pytest.raises(BuildError, match=rf"{used} is not the file that was built; remove its folder to build it again"):
-        _load_library.__wrapped__(library.path)
+        load_library.__wrapped__(library.path)
 
 
 def test_a_file_that_is_not_a_library(empty_cache: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_file_that_is_not_a_library(empty_cache: Path) -> None:
 
     path = cache.get_or_make("runtime_text", make_text) / "libtext.so"
     with pytest.raises(BuildError, match=r"libtext.so cannot be loaded: libtext.so: .*; remove its folder to build it again"):
-        _load_library(path)
+        load_library(path)
 
 
 def test_kernels_of_the_runtime_are_compiled_in_parts() -> None:
@@ -196,7 +196,7 @@ def test_without_the_parts_of_the_installation(tmp_path: Path, monkeypatch: pyte
 
 
 def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_roots", lambda: [])
+    monkeypatch.setattr(cuda, "folders_to_search", lambda: [])
     with pytest.raises(BuildError) as error:
         hw.compile(doubled, target="cuda").build()
     assert str(error.value) == (
@@ -211,7 +211,7 @@ def lines_of_doctor() -> list[str]:
 
 
 def test_doctor_names_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_roots", lambda: [])
+    monkeypatch.setattr(cuda, "folders_to_search", lambda: [])
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     lines = lines_of_doctor()

@@ -160,7 +160,7 @@ def test_an_edited_op_runs_in_its_new_form(tmp_path: Path) -> None:
 def test_a_file_with_the_timestamp_of_the_import_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """File systems have timestamps with a resolution of some milliseconds. So an edited file may have the timestamp of the import. Each
     stamp of this edited file is different, so no cached program is reused."""
-    begun = time.clock_gettime_ns(base._CLOCK_OF_FILES)
+    begun = time.clock_gettime_ns(base.CLOCK_OF_FILES)
     (tmp_path / "file").write_text("edited")
     written = (tmp_path / "file").stat().st_ctime_ns
     assert begun <= written
@@ -182,7 +182,7 @@ def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: py
 def test_entries_with_future_times_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, hours in (("later", 24), ("soon", 0.1), ("earlier", -24)):
         used = time.time() + 3600 * hours
-        os.utime(cache.get_or_make(name, make_text(name * 1000)) / cache._SUMS, (used, used))
+        os.utime(cache.get_or_make(name, make_text(name * 1000)) / cache.SUMS, (used, used))
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "1 kB")
     cache.evict()
     assert [entry.path.name for entry in cache.entries()] == ["soon"]

@@ -52,8 +52,8 @@ TOOLKIT13 = {
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Simulates a machine without a CUDA toolkit. Returns the folder of wheels, which does not exist yet."""
-    monkeypatch.setattr(cuda, "_TOOLKIT", tmp_path / "toolkit")
-    monkeypatch.setattr(cuda, "_SYSTEM", tmp_path / "usr")
+    monkeypatch.setattr(cuda, "TOOLKIT", tmp_path / "toolkit")
+    monkeypatch.setattr(cuda, "SYSTEM", tmp_path / "usr")
     monkeypatch.setenv("PATH", "")
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)

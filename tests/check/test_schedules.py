@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from interpret import _Rank, _World, interpret
+from interpret import Rank, World, interpret
 from lowered_fusions import NAMES, program
 from numpy.typing import NDArray
 
@@ -68,8 +68,8 @@ class Machine:
         program = instances.program
         self.instances, self.inputs, self.draw = instances, inputs, random.Random(seed)
         self.met = {part: meeting for meeting in match_communications(instances) for part in meeting.parts}
-        self.world = _World(instances, self.met)
-        self.ranks = [_Rank(self.world, rank, {}) for rank in range(program.mesh.size)]
+        self.world = World(instances, self.met)
+        self.ranks = [Rank(self.world, rank, {}) for rank in range(program.mesh.size)]
         self.queues: list[list[Operation]] = []
         self.callers: list[tuple[Operation, Operation]] = []
         for rank, operations in enumerate(instances.ranks):

@@ -8,7 +8,7 @@ import pytest
 from hostweave.base.errors import ProgramError
 from hostweave.emit import render
 from hostweave.emit.instructions import Emitter, method_of
-from hostweave.emit.layout import COMMON, _macros
+from hostweave.emit.layout import COMMON, macros_of
 from hostweave.host_ir.instructions import inlined
 from hostweave.host_ir.ir import Communication, HostProgram
 from hostweave.host_ir.tree import Instruction
@@ -35,7 +35,7 @@ def test_every_instruction_has_a_macro_or_a_method(kind: type[Instruction]) -> N
     files = (
         [transport.template for transport in transports if kind.posts in transport.carries] if issubclass(kind, Communication) else [COMMON]
     )
-    assert method_of(kind) is not Emitter.lay_out or all(kind.__name__ in _macros(file) for file in files)
+    assert method_of(kind) is not Emitter.lay_out or all(kind.__name__ in macros_of(file) for file in files)
 
 
 def test_a_member_call_declares_no_variable() -> None:

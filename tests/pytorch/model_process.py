@@ -26,7 +26,7 @@ def check(name: str, group: hw.Group, device: torch.device) -> None:
     module, inputs = module.to(device), {key: value.to(device) for key, value in inputs.items()}
     want, mesh = copy.deepcopy(module), MESHES[group.count]
     training = hostweave.torch.compile(module, mesh, plan, inputs, training=True)
-    types = training._graph.input_types
+    types = {one.name: one.type for one in training.program.host.arguments}
     local = {key: types[key].shard(value, group.rank, mesh) for key, value in inputs.items()}
     got, expected = training(**local), want(**inputs)
     torch.testing.assert_close(got.loss, expected.loss, rtol=1e-4, atol=0)

@@ -328,7 +328,7 @@ def test_calibrate_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_seconds", lambda *_: 2e-3)
+    monkeypatch.setattr(calibrate, "seconds_of", lambda *_: 2e-3)
     with pytest.raises(ExecutionError, match="a gather of 16384 bytes among 2 GPUs takes 2000 us, so another program uses them; run it"):
         list(calibrate.links(H200, 2))
 

@@ -26,7 +26,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import POLL_SECONDS, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
-_SUMS = "SHA256SUMS"  # digests of an entry's files; the file's modification time is the time of the entry's last use
+SUMS = "SHA256SUMS"  # digests of an entry's files; the file's modification time is the time of the entry's last use
 _EVICTED = "evicted"  # file whose modification time is the time of the last eviction
 _FOLDERS = ("", "objects", "failed")  # folders that contain entries
 _MAX_PREFIX = 50  # characters of the readable prefix
@@ -125,12 +125,12 @@ def lookup(name: str) -> Path | None:
             _expect_own_above(root())
             for folder in (root(), entry.parent, entry):
                 _expect_own(folder)
-            if (entry / _SUMS).read_text() != _sums(entry):
+            if (entry / SUMS).read_text() != _sums(entry):
                 return None
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
             return None
     with contextlib.suppress(OSError):  # the cache may be read-only
-        os.utime(entry / _SUMS)
+        os.utime(entry / SUMS)
     return entry
 
 
@@ -149,11 +149,11 @@ def get_or_make(name: str, make: Callable[[Path], object], replaces: bool = Fals
         scratch = _scratch_path(_own(entry.parent) / entry.name)
         try:
             scratch.mkdir(0o700)
-            (scratch / _SUMS).touch()
+            (scratch / SUMS).touch()
             make(scratch)
             for file in map(Path, _files(scratch)):
                 file.chmod(file.stat().st_mode & ~0o022)
-            (scratch / _SUMS).write_text(_sums(scratch))
+            (scratch / SUMS).write_text(_sums(scratch))
         except BaseException as error:
             if not isinstance(error, BuildError) or isinstance(error, _FailedBuildError):
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -176,7 +176,7 @@ def get_or_make(name: str, make: Callable[[Path], object], replaces: bool = Fals
 def entries() -> tuple[CacheEntry, ...]:
     with _as_build_error(), contextlib.suppress(FileNotFoundError):
         _expect_own(root())
-        sum_files = [sum_file for folder in _FOLDERS for sum_file in (root() / folder).glob(f"*/{_SUMS}")]
+        sum_files = [sum_file for folder in _FOLDERS for sum_file in (root() / folder).glob(f"*/{SUMS}")]
         return tuple(filter(None, map(_entry, sorted(sum_files))))
     return ()
 
@@ -243,7 +243,7 @@ def _files(folder: Path) -> Iterator[str]:
 
 def _sums(folder: Path) -> str:
     names = [path.removeprefix(f"{folder}/") for path in _files(folder)]
-    return "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names if name != _SUMS)
+    return "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names if name != SUMS)
 
 
 @contextlib.contextmanager
@@ -329,7 +329,7 @@ def opened(path: Path) -> Iterator[str]:
             raise BuildError(f"{path} can be written by other users, whose code would run as yours; remove its folder")
         with open(file, "rb", closefd=False) as data, _as_build_error():
             line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
-            if line not in (path.parent / _SUMS).read_text():
+            if line not in (path.parent / SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
         # The loader assumes that equal paths name one library, but file descriptors are reused. So each path is spelled differently.
         steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 
 DEFAULT_MAJOR = 13  # version to recommend if none is installed
-_TOOLKIT, _SYSTEM = Path("/usr/local/cuda"), Path("/usr")
+TOOLKIT, SYSTEM = Path("/usr/local/cuda"), Path("/usr")
 _INCLUDES = ("include", "include/cccl")
 _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
@@ -65,7 +65,7 @@ class Cuda:
 
 def find_cuda() -> Cuda:
     """The first complete CUDA version on this machine. If no version is complete, the first version, or the default version."""
-    roots = _roots()
+    roots = folders_to_search()
     majors = {root: _major_of(root) for root in roots}
     majors_to_try = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
     candidates = [_find(major, [root for root in roots if majors[root] in (None, major)]) for major in majors_to_try]
@@ -173,14 +173,14 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
     return Gpu(name.value.decode(), f"sm_{major.value}{minor.value}", multiprocessors.value)
 
 
-def _roots() -> list[Path]:
-    """Folders to search: NCCL_HOME, toolkits, pip wheels (`nvidia/cu13`, `nvidia/<component>`), then the system's folders."""
+def folders_to_search() -> list[Path]:
+    """Folders that may contain CUDA: NCCL_HOME, toolkits, pip wheels (`nvidia/cu13`, `nvidia/<component>`), then the system's folders."""
     nvcc = shutil.which("nvcc")
     folders_in_environment = [os.environ.get("NCCL_HOME"), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    toolkits = [*(Path(name) for name in folders_in_environment if name), _TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
+    toolkits = [*(Path(name) for name in folders_in_environment if name), TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
     spec = importlib.util.find_spec("nvidia")
     wheels = [child for base in (spec.submodule_search_locations or () if spec else ()) for child in sorted(Path(base).glob("*"))]
-    return list(dict.fromkeys(root for root in (*toolkits, *wheels, _SYSTEM) if root.is_dir()))
+    return list(dict.fromkeys(root for root in (*toolkits, *wheels, SYSTEM) if root.is_dir()))
 
 
 def _major_of(root: Path) -> int | None:

@@ -87,7 +87,7 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
     with opened(path.parent / LIBRARIES_FILE) as list_file:
         libraries = Path(list_file).read_text().split("\n")[:-1]
     for library in libraries:
-        _load_library(path.parent.parent / library)
+        load_library(path.parent.parent / library)
     name = f"{path.parent.name}.{_MODULE}"  # pybind11 registers modules by their full name
     with opened(path) as file, _dlopen_flags:
         spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, file))
@@ -109,7 +109,8 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
 
 
 @cache
-def _load_library(path: Path) -> ctypes.CDLL:
+def load_library(path: Path) -> ctypes.CDLL:
+    """Loads a library of the cache, so that the loader finds it for modules. Raises BuildError if its file was replaced."""
     with opened(path) as file:
         try:
             return ctypes.CDLL(file, os.RTLD_NOW | os.RTLD_LOCAL)

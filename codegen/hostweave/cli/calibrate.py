@@ -43,11 +43,11 @@ def calibrate() -> Iterator[str]:
 
 def _computing(machine: Machine) -> Machine:
     """The machine with measured constants of a single GPU."""
-    launch = _seconds(_negated(), {"M": 1, "K": 128})
+    launch = seconds_of(_negated(), {"M": 1, "K": 128})
     copied = 256 * MB
-    memory = 2 * copied / (_seconds(_negated(), {"M": copied // 2 // COLUMNS, "K": COLUMNS}) - launch)
+    memory = 2 * copied / (seconds_of(_negated(), {"M": copied // 2 // COLUMNS, "K": COLUMNS}) - launch)
     matmul = hw.fusion(mesh=hw.Mesh(), x=hw.bf16["M", "K"], w=hw.bf16["K", "N"])(lambda x, w: hw.matmul(x, w))
-    times = [_seconds(matmul, dict(zip("MKN", shape, strict=True))) - launch for shape in SHAPES]
+    times = [seconds_of(matmul, dict(zip("MKN", shape, strict=True))) - launch for shape in SHAPES]
     return fit(replace(machine, launch=launch, memory=memory), times)
 
 
@@ -82,7 +82,7 @@ def links(machine: Machine, ranks: int) -> Iterator[Link]:
     def rows(shard: int) -> int:
         return max(1, shard // 2 // COLUMNS) * ranks
 
-    times = [_seconds(gather, {"M": rows(shard), "K": COLUMNS}) for shard in SHARDS]
+    times = [seconds_of(gather, {"M": rows(shard), "K": COLUMNS}) for shard in SHARDS]
     if times[0] > BUSY:
         why = f"a gather of {SHARDS[0]} bytes among {ranks} GPUs takes {times[0] * 1e6:.0f} us, so another program uses them"
         raise ExecutionError(f"calibrate: {why}; run it again when they are idle")
@@ -93,12 +93,12 @@ def links(machine: Machine, ranks: int) -> Iterator[Link]:
         times = []
         for shard in SHARDS:
             spent = LOOP_SECONDS + (machine.launch + 2 * shard / machine.memory if by == "get" else 0.0) + shard / machine.memory
-            taken = _seconds(fusion, {"M": rows(shard), "K": COLUMNS, "N": 8})
+            taken = seconds_of(fusion, {"M": rows(shard), "K": COLUMNS, "N": 8})
             times.append(max(taken - spent, machine.launch) / (ranks - 1))
         yield Link(by, ranks, tuple(zip(SHARDS, accumulate(times, max), strict=True)))  # more bytes never take less time
 
 
-def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
+def seconds_of(fusion: Fusion, sizes: dict[str, int]) -> float:
     """Median seconds of a call on its slowest rank."""
     from hostweave.runtime.search import random_array
 

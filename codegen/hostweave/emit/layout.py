@@ -141,11 +141,12 @@ def rendered(path: str, **values: object) -> str:
 
 
 def lay_out(macro: str, file: str = COMMON, **values: object) -> str:
-    return _macros(file)[macro](**values)
+    return macros_of(file)[macro](**values)
 
 
 @cache
-def _macros(file: str) -> dict[str, Callable[..., str]]:
+def macros_of(file: str) -> dict[str, Callable[..., str]]:
+    """Macros of a file of `templates/instructions`, by name."""
     return vars(_environment().get_template(f"instructions/{file}.j2").module)
 
 

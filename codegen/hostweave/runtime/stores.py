@@ -72,10 +72,10 @@ _REQUEST = struct.Struct("!cIId")  # kind, size of the key and of the value in b
 _SET, _GET, _WILL = b"s", b"g", b"w"
 _REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and the size of the following value or -1
 _RETRY = 0.05  # seconds between attempts to connect
-_ANSWER_TIMEOUT = 10.0  # seconds; maximum for an answer, and for a client to authenticate
+ANSWER_TIMEOUT = 10.0  # seconds; maximum for an answer, and for a client to authenticate
 MAX_SECONDS = 1e8  # seconds; longer timeouts exceed the range of clocks
 _BACKLOG = 256  # maximum number of connections that wait to be accepted
-_MAX_UNAUTHENTICATED = 2 * _BACKLOG  # if there are more unauthenticated clients, the oldest is disconnected
+MAX_UNAUTHENTICATED = 2 * _BACKLOG  # if there are more unauthenticated clients, the oldest is disconnected
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # maximum bytes of a key, and of a value
 
 Address = tuple[str, int]
@@ -159,12 +159,12 @@ class TcpServer:
 
     async def _authenticates(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         self.unauthenticated[writer] = None
-        if len(self.unauthenticated) > _MAX_UNAUTHENTICATED:
+        if len(self.unauthenticated) > MAX_UNAUTHENTICATED:
             first = next(iter(self.unauthenticated))
             del self.unauthenticated[first]
             first.transport.abort()
         try:
-            async with asyncio.timeout(_ANSWER_TIMEOUT):
+            async with asyncio.timeout(ANSWER_TIMEOUT):
                 if await reader.readexactly(len(_GREETING)) != _GREETING:
                     return False
                 nonces = await reader.readexactly(_NONCE) + (nonce := os.urandom(_NONCE))
@@ -207,9 +207,9 @@ class TcpStore:
         self._secret = _secret(job, token)
         self._lock = threading.Lock()
         self.idle: list[socket.socket] = []
-        self._will_connection: socket.socket | None = None
+        self.will_connection: socket.socket | None = None
         self._closed = False
-        self.answer_timeout = _ANSWER_TIMEOUT  # seconds, in addition to the timeout of a request
+        self.answer_timeout = ANSWER_TIMEOUT  # seconds, in addition to the timeout of a request
         self.address, connection = self._connect_to_any(addresses, time.monotonic() + timeout)
         self.idle.append(connection)
 
@@ -227,14 +227,14 @@ class TcpStore:
 
     def on_disconnect(self, key: str, value: bytes) -> None:
         """Makes the server set `key` to `value` if this process ends without `close`, unless the key then has a value."""
-        if self._will_connection is None:
-            self._will_connection = self._connect(self.address, self.answer_timeout)
-        _send_and_receive(self._will_connection, _WILL, key, value, 0, self.answer_timeout)
+        if self.will_connection is None:
+            self.will_connection = self._connect(self.address, self.answer_timeout)
+        _send_and_receive(self.will_connection, _WILL, key, value, 0, self.answer_timeout)
 
     def close(self) -> None:
         with self._lock:
-            connections = [*self.idle, *([self._will_connection] if self._will_connection else [])]
-            self.idle, self._will_connection, self._closed = [], None, True
+            connections = [*self.idle, *([self.will_connection] if self.will_connection else [])]
+            self.idle, self.will_connection, self._closed = [], None, True
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.sendall(_REQUEST.pack(_GOODBYE, 0, 0, 0))
@@ -263,7 +263,7 @@ class TcpStore:
         while True:
             for address in addresses:
                 try:
-                    return address, self._connect(address, max(_RETRY, min(_ANSWER_TIMEOUT, deadline - time.monotonic())))
+                    return address, self._connect(address, max(_RETRY, min(ANSWER_TIMEOUT, deadline - time.monotonic())))
                 except OSError as error:
                     reason = error
             if time.monotonic() > deadline:

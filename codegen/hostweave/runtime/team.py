@@ -35,7 +35,7 @@ _END_TIMEOUT = 1.0  # seconds for the threads of a team to end at exit
 _STOP_TIMEOUT = 60.0  # seconds for stopped ranks to answer; a rank of the CPU target may be in a long matmul
 
 _numbers = count()
-_teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
+teams: dict[tuple[str, int], Team] = {}  # (target, number of ranks) -> team
 _kept_alive: list[BaseException] = []  # errors kept at exit, because freeing the objects to which they refer would crash the process
 _run_lock = reset_after_fork(threading.Lock())  # held while a program runs on all ranks, because two programs at a time could deadlock
 
@@ -184,7 +184,7 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
     """Team of `size` ranks for programs of a target, for this thread only. A team that breaks is closed."""
     key = target.name, size
     with acquired(_run_lock), native_calls:
-        team = _teams[key] = _teams.get(key) or Team(size)
+        team = teams[key] = teams.get(key) or Team(size)
         try:
             yield team
         except BaseException as error:
@@ -193,7 +193,7 @@ def team_of(target: Target, size: int) -> Iterator[Team]:
             raise
         finally:
             if team.broken:
-                del _teams[key]
+                del teams[key]
                 team.close()
 
 
@@ -229,9 +229,9 @@ def _positions(programs: Sequence[LocalProgram]) -> list[str]:
 def _end_all() -> None:
     """Ends the threads of all ranks, before Python ends these threads and destroys their objects."""
     native_calls.end()
-    for team in _teams.values():
+    for team in teams.values():
         team.close()
         team.join(_END_TIMEOUT)
 
 
-os.register_at_fork(after_in_child=_teams.clear)
+os.register_at_fork(after_in_child=teams.clear)

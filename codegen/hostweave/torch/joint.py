@@ -235,7 +235,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     def compute(nodes: Sequence[Node], env: Env) -> None:
         for node in nodes:
             with set_current_meta(node):
-                env[node] = _computed(outer, env, node, patterns.get(node))
+                env[node] = result_of(outer, env, node, patterns.get(node))
 
     def compute_layer(layer: Layer, env: Env) -> None:
         def results(*begun: torch.Tensor) -> list[torch.Tensor]:
@@ -349,7 +349,9 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
     return {node: what for node, what in found.items() if what}
 
 
-def _computed(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
+def result_of(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
+    """Computes a node of the graph `outer` from the values in `env`."""
+
     def value(of: Node) -> Any:
         return env[of] if of in env else outer.constants.get(of, of.meta.get("val"))
 

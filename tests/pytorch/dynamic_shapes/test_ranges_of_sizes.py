@@ -35,23 +35,30 @@ class Mlp(nn.Module):
 PLAN = {"norm": "tp, -", "up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Ranges]:
+    """The ranges of all modules that the test compiles."""
+    found, init = list[Ranges](), Ranges.__init__
+    monkeypatch.setattr(Ranges, "__init__", lambda ranges, *given: found.append(ranges) or init(ranges, *given))
+    return found
+
+
 @pytest.mark.extra
-def test_calls_of_two_ranges() -> None:
+def test_calls_of_two_ranges(made: list[Ranges]) -> None:
     module, x = Mlp().eval(), torch.randn(64, 32)
     options = hw.Options(machine=SLOW)
     sizes = {"x": {0: Dim("rows", min=0, max=65536)}}
     model = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (x,), options=options, dynamic_shapes=sizes)
-    ranges = model._part.ranges
-    assert ranges is not None
+    (ranges,) = made
     with torch.no_grad():
         for rows in (4096, 4, 4096, 4, 5000, 0):
             x = torch.randn(rows, 32)
             torch.testing.assert_close(model(x), module(x), rtol=1e-4, atol=1e-5)
             ranges.wait()
-    large, small = (model._part.for_call({"x": torch.empty(rows, 32)}, None) for rows in (6000, 4))
+    large, small = (ranges.part({"x": torch.empty(rows, 32)}, None) for rows in (6000, 4))
     assert large.program.choices[0].chosen.name == "put(2)"
-    assert small is model._part
-    assert all(choice.chosen.name == "none" for choice in small.program.choices)
+    assert small is None
+    assert all(choice.chosen.name == "none" for choice in model.program.choices)
 
 
 class Attention(nn.Module):
@@ -63,14 +70,14 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(k * 2, k, k).flatten(1)
 
 
-def test_a_range_is_compiled_while_another_module_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_is_compiled_while_another_module_is_traced(made: list[Ranges], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's tracing modes are global. The graph of one thread must not contain operations of another thread."""
     failed: list[str] = []
     monkeypatch.setattr("hostweave.torch.ranges.warnings.warn", lambda why, *_, **__: failed.append(str(why)))
     monkeypatch.setattr(hw.Program, "build", lambda _: None)
     x, sizes = torch.randn(64, 32), {"x": {0: Dim("rows", min=2, max=65536)}}
-    model = hostweave.torch.compile(Attention(), hw.Mesh(tp=2), {}, (x,), dynamic_shapes=sizes)
-    ranges = model._part.ranges
+    hostweave.torch.compile(Attention(), hw.Mesh(tp=2), {}, (x,), dynamic_shapes=sizes)
+    (ranges,) = made
 
     class Calling(nn.Module):
         def forward(self, y: Any) -> Any:

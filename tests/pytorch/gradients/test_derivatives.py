@@ -64,8 +64,8 @@ CASES: dict[Callable[[Stack], None], int] = {lambda module: None: 2, frozen: 3, 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gradients_of_layers(case: Callable[[Stack], None], ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[str] = []
-    own = joint._computed
-    monkeypatch.setattr(joint, "_computed", lambda outer, env, node, *rest: traced.append(node.name) or own(outer, env, node, *rest))
+    own = joint.result_of
+    monkeypatch.setattr(joint, "result_of", lambda outer, env, node, *rest: traced.append(node.name) or own(outer, env, node, *rest))
     ours, want = Stack().train(), Stack().train()
     for module in (ours, want):
         case(module)

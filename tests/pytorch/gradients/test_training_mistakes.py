@@ -183,14 +183,13 @@ def second_backward(call: Any) -> None:
 
 
 def derivative_of_a_gradient(call: Any) -> None:
-    module = call._module
-    torch.autograd.grad(call(X)[0].sum(), [module.up.weight], create_graph=True)
+    torch.autograd.grad(call(X)[0].sum(), [call.up.weight], create_graph=True)
 
 
 def written_before_backward(call: Any) -> None:
     loss = call(X)[0].sum()
     with torch.no_grad():
-        call._module.down.weight.add_(0)
+        call.down.weight.add_(0)
     loss.backward()
 
 
@@ -199,28 +198,28 @@ def gradient_of_an_argument(call: Any) -> None:
 
 
 def frozen(call: Any) -> None:
-    call._module.down.weight.requires_grad_(False)
+    call.down.weight.requires_grad_(False)
     try:
         call(X)
     finally:
-        call._module.down.weight.requires_grad_(True)
+        call.down.weight.requires_grad_(True)
 
 
 def replaced(call: Any) -> None:
-    module, was = call._module, call._module.down.weight
-    module.down.weight = nn.Parameter(torch.zeros(8, 16))
+    was = call.down.weight
+    call.down.weight = nn.Parameter(torch.zeros(8, 16))
     try:
         call(X)
     finally:
-        module.down.weight = was
+        call.down.weight = was
 
 
 def evaluated(call: Any) -> None:
-    call._module.eval()
+    call.eval()
     try:
         call(X)
     finally:
-        call._module.train()
+        call.train()
 
 
 def with_a_tangent(call: Any) -> None:
@@ -229,7 +228,7 @@ def with_a_tangent(call: Any) -> None:
 
 
 def batched_gradients(call: Any) -> None:
-    torch.autograd.grad(call(X)[0], call._module.down.weight, torch.ones(3, 4, 8), is_grads_batched=True)
+    torch.autograd.grad(call(X)[0], call.down.weight, torch.ones(3, 4, 8), is_grads_batched=True)
 
 
 BY_TRANSFORM = r"Layer: torch.vmap, .* do not see the ops of a compiled module; apply the transform to the original .* backward\(\)"
@@ -316,11 +315,10 @@ def test_results_that_are_written_to_before_backward(ranks: int, which: int) -> 
 
 def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
     """The compiled module casts a gradient to the dtype of the result, and refuses a gradient of another shape. torch does the same."""
-    module = layer._module
-    want = torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8))
-    torch.testing.assert_close(torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8, dtype=torch.float64)), want)
+    want = torch.autograd.grad(layer(X)[0], layer.down.weight, torch.ones(4, 8))
+    torch.testing.assert_close(torch.autograd.grad(layer(X)[0], layer.down.weight, torch.ones(4, 8, dtype=torch.float64)), want)
     with pytest.raises(RuntimeError, match="Mismatch in shape"):
-        torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 1))
+        torch.autograd.grad(layer(X)[0], layer.down.weight, torch.ones(4, 1))
     assert not layer(X)[1].requires_grad
 
 

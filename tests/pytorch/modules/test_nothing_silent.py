@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+from hostweave.torch.state import State  # noqa: E402
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 EDGES = torch.tensor([sign * x for x in (0.0, 1e-8, 0.5, 1.0, 5.0, 20.0, 100.0, 1e30, math.inf) for sign in (1, -1)] + [math.nan])
@@ -251,9 +252,12 @@ def test_changes_of_layers_that_were_not_traced_are_detected() -> None:
             model(X)
 
 
-def test_the_comparison_takes_less_than_5_microseconds() -> None:
-    model = hostweave.torch.compile(Layers().eval(), hw.Mesh(tp=1), {}, (X,))
-    assert min(timeit.repeat(model._state.changed, number=1000, repeat=5)) < 5e-3
+def test_the_comparison_takes_less_than_5_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, states, changed = hostweave.torch.compile(Layers().eval(), hw.Mesh(tp=1), {}, (X,)), list[State](), State.changed
+    monkeypatch.setattr(State, "changed", lambda state: states.append(state) or changed(state))
+    with torch.no_grad():
+        model(X)
+    assert min(timeit.repeat(lambda: changed(states[0]), number=1000, repeat=5)) < 5e-3
 
 
 def test_autocast() -> None:

@@ -69,7 +69,7 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(team, "_teams", {})
+    monkeypatch.setattr(team, "teams", {})
     device = Device()
     yield device
     device.fail("", 0)
@@ -90,7 +90,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         device.fail("", 0)
         np.testing.assert_array_equal(how(program), X @ W)
         program.close()
-        team._teams.clear()
+        team.teams.clear()
         del program
         gc.collect()
         deadline = time.monotonic() + 20

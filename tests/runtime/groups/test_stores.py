@@ -21,7 +21,7 @@ from processes import free_port
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
-from hostweave.runtime.providers import TorchStore, _PolledTorchStore
+from hostweave.runtime.providers import TorchStore
 from hostweave.runtime.rendezvous import World, meet
 from hostweave.runtime.stores import MemoryStore, Store, StoreClosed, TcpServer, TcpStore
 
@@ -67,7 +67,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
         found: Store = request.getfixturevalue("tcp_store")
         return found
     if request.param == "torch fake":
-        return _PolledTorchStore(FakeTorchStore())
+        return TorchStore(FakeTorchStore(), rank=0, count=1).store("default", 1)
     import torch.distributed as dist
 
     kept = dist.FileStore(str(tmp_path / "store"), -1) if request.param == "torch file" else dist.HashStore()
@@ -122,7 +122,7 @@ def test_the_first_process_that_ends_is_named(server: TcpServer, tcp_store: TcpS
         store.on_disconnect("failed", f"rank {rank}".encode())
         store.on_disconnect(f"ended/{rank}", b"")
     for rank in (1, 2):
-        will = ranks[rank]._will_connection
+        will = ranks[rank].will_connection
         assert will
         will.close()
         tcp_store.get(f"ended/{rank}", 5)
@@ -358,13 +358,13 @@ def test_a_key_that_is_no_text(server: TcpServer, tcp_store: TcpStore) -> None:
 
 
 def test_unauthenticated_idle_connections_are_closed(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "_MAX_UNAUTHENTICATED", 20)
+    monkeypatch.setattr(stores, "MAX_UNAUTHENTICATED", 20)
     unauthenticated = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     assert len(server.unauthenticated) <= 20
     assert unauthenticated[0].recv(1) == b""
     store.set("key", b"value")
-    monkeypatch.setattr(stores, "_ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(stores, "ANSWER_TIMEOUT", 0.1)
     late = socket.create_connection(("127.0.0.1", server.port), 5)
     late.sendall(b"hostweave store")
     assert late.recv(1) == b""

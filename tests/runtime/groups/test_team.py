@@ -77,7 +77,7 @@ def test_ranks_are_stopped_if_they_make_no_progress(team: Team, monkeypatch: pyt
     def look(*_: object) -> None:
         raise ExecutionError("call 2 is not done")
 
-    monkeypatch.setattr(team, "_expect_progress", look)
+    monkeypatch.setattr("hostweave.runtime.team.expect_running", look)
     with pytest.raises(ExecutionError, match=r"^call 2 is not done$"):
         team.each(lambda rank: wait(team, rank) if rank else None)
     assert [group.failure for group in team.groups] == ["call 2 is not done"] * 3
