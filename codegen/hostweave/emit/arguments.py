@@ -29,13 +29,10 @@ class CheckedArgument:
     used: bool
     parameter: str  # parameter of the program; for a group, all other fields describe the first tensor of the group
     path: str  # C++ path of the tensor, such as in.x
+    member: str  # last name of the path
     on: str = ""  # C++ condition under which this rank has the tensor; empty if all ranks have the tensor
     memory: str = ""  # C++ path of the donated input whose memory an output uses
     donated: str = ""
-
-    @property
-    def member(self) -> str:
-        return self.path.rpartition(".")[2]
 
     def statements(self) -> Iterator[GuardedStatement]:
         """Check of the tensor, and declarations of the sizes that the tensor binds. If `again`, the declarations come first."""
@@ -125,12 +122,14 @@ def argument(
 ) -> CheckedArgument:
     type, integers = _one(program, parameter), emitter.integers
     buffer, path = emitter.buffers[parameter.name], _path(program, parameter.name, emitter)
+    structs = emitter.context.struct_of.get(parameter.name)
     is_open = [not set(size.atoms) <= known for size in type.shape]
     return CheckedArgument(
         name=(name := parameter.group.first if parameter.group else parameter.name),
         label=f'"{name}"',
         parameter=parameter.name,
         path=path,
+        member=structs.members[parameter.name] if structs else buffer.text,
         dtype=CUDA_TYPES[type.dtype.name],
         shape=integers.shape(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.size(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
