@@ -1,4 +1,4 @@
-"""Fusions as text, before and after passes."""
+"""Fusions as text, before and after passes, and the communications of fusions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hostweave.fusion_ir.ir import ChunkLoop, Fusion
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
 from hostweave.passes.lower.lower_to_host import lower_to_host
-from hostweave.pipeline import PASSES, level_of
+from hostweave.pipeline import PASSES, level_of, lower
 
 Pass = Callable[[Fusion, Options], Fusion]
 # A gather before a matmul, and a reduce-scatter after a matmul: inputs and ops.
@@ -48,3 +48,11 @@ def flow(inputs: str, ops: str) -> Dataflow:
 def names_in_loops(dataflow: Dataflow) -> list[list[str]]:
     """Names of the results of each chunk loop, and of each op outside of loops."""
     return [[op.result.name for op in (item.ops if isinstance(item, ChunkLoop) else (item,))] for item in dataflow.fusion.body]
+
+
+def communications(program: Fusion, options: Options | None = None) -> list[str]:
+    """Kinds of the communications of a program before lowering."""
+    stages: dict[str, Fusion] = {}
+    lower(program, options or Options(), lambda name, stage: stages.setdefault(name, stage))
+    kinds = ("all_gather", "all_reduce", "all_to_all", "permute_shards", "reduce", "reduce_scatter", "transfer")
+    return [op.kind for body in (*stages["choose_overlap"].functions, stages["choose_overlap"]) for op in body.ops if op.kind in kinds]

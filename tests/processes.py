@@ -1,10 +1,11 @@
-"""Starts ranks as processes, exchanges lines of text with them, and kills them."""
+"""Starts ranks as processes, exchanges lines of text with them, and kills them. Measures this process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import queue
+import resource
 import socket
 import subprocess
 import sys
@@ -29,6 +30,11 @@ def environment(**more: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**clean, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **more}
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def free_port() -> str:

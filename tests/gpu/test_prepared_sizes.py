@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import resource
-from pathlib import Path
 
 import pytest
+from processes import resident_bytes
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -18,10 +17,6 @@ CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # on one rank: calls per round, and n
 LEAK = 4 << 20  # growth of memory that counts as a leak, in bytes per round
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("ranks", [ranks for ranks in (1, 2) if ranks <= max(GPUS, 1)])

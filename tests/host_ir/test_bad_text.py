@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from host_text import EVERYTHING
 from lowered_fusions import GOLDEN, NAMES, text
-from test_host_text import EVERYTHING
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError

@@ -4,8 +4,7 @@ becomes a contraction over these dims."""
 from __future__ import annotations
 
 import pytest
-from fusion_text import check
-from test_sink_reductions import communications
+from fusion_text import check, communications
 
 import hostweave as hw
 from hostweave.passes.fusion.merge_contractions import merge_contractions

@@ -4,8 +4,7 @@ pass drop_unit_axes removes mesh axes of one rank."""
 from __future__ import annotations
 
 import pytest
-from fusion_text import check
-from test_sink_reductions import communications
+from fusion_text import check, communications
 
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion

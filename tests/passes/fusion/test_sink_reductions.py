@@ -8,16 +8,14 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from fusion_text import check, fusion
+from fusion_text import check, communications, fusion
 from fusions_from_files import fusions
 
 import hostweave as hw
 from hostweave.base.min_cut import min_cut
-from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.resharding import cost
 from hostweave.options import Options
 from hostweave.passes.fusion.sink_reductions import sink_reductions
-from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, Partial
@@ -157,13 +155,6 @@ def test_reductions_that_move(case: str) -> None:
 def test_programs_that_the_pass_does_not_change(case: str) -> None:
     inputs, program = KEPT[case]
     check(sink_reductions, inputs, program, program, mesh="x=4, y=2")
-
-
-def communications(program: Fusion, options: Options | None = None) -> list[str]:
-    stages: dict[str, Fusion] = {}
-    lower(program, options or Options(), lambda name, stage: stages.setdefault(name, stage))
-    kinds = ("all_gather", "all_reduce", "all_to_all", "permute_shards", "reduce", "reduce_scatter", "transfer")
-    return [op.kind for body in (*stages["choose_overlap"].functions, stages["choose_overlap"]) for op in body.ops if op.kind in kinds]
 
 
 def test_gradients_of_three_projections_are_scattered_once() -> None:

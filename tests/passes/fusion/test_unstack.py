@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fusion_text import check
-from test_sink_reductions import communications
+from fusion_text import check, communications
 
 import hostweave as hw
 from hostweave.options import Options

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_plan_memory import ONE, expect_plan
+from planned_memory import ONE, expect_plan
 
 A, B = "on mesh(x=2 of ranks 0, 1)", "on mesh(x=2 of ranks 2, 3)"
 SQUARE_STAGES = f"(%x: f32[M, M] {A}) -> (%y: f32[M, M] {B}) mesh(x=4)"

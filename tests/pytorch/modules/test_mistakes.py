@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 from torch import nn  # noqa: E402
 from torch.distributed.tensor import Replicate  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput  # noqa: E402
+from torch_threads import on_ranks  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
@@ -263,17 +264,6 @@ def of_closed() -> Any:
     return closed(X, W)
 
 
-def in_a_group(call: Callable[[int], Any], ranks: int = 2) -> Any:
-    threads = hw.Threads(ranks)
-
-    def rank_main(rank: int) -> Any:
-        hw.init(threads)
-        with torch.no_grad():
-            return call(rank)
-
-    return threads.run(rank_main)
-
-
 MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a tensor as inputs": (lambda c, op: compiled(inputs=X), r"compile: example_inputs is a tensor; pass .* as a tuple: \(x,\)"),
     "a list as plan": (lambda c, op: compiled([("up", "tp, -")]), r"compile: plan=\[\('up', 'tp, -'\)\] is not a dict of names; write"),
@@ -300,7 +290,7 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "NumPy at a call": (lambda c, op: c(X.numpy(), 2.0), "(?s)Layer: x is array.*, and was a tensor at compile time; pass a tensor"),
     "a global input in a group": (
-        lambda c, op: in_a_group(lambda rank: c(X, 2.0)),
+        lambda c, op: on_ranks(lambda rank: c(X, 2.0), 2),
         r"layer: x: expected f32\[2, 8\], got f32\[4, 8\]",
     ),
     "no program": (lambda c, op: as_torch_op(product, "a::b"), "as_torch_op: .* is not a compiled program; pass hw.compile"),
@@ -315,7 +305,7 @@ MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "sizes of an op": (lambda c, op: op(X, W[:5]), "product: w: K is 5 here and 8 in x; pass arrays that agree"),
     "a closed program": (lambda c, op: of_closed(), "product: the program is closed; compile it again"),
     "an op in a larger group": (
-        lambda c, op: in_a_group(lambda rank: op(X, W)),
+        lambda c, op: on_ranks(lambda rank: op(X, W), 2),
         r"product: the program is for the 1 ranks of mesh\(tp=1\), but group 'default' has 2",
     ),
 }

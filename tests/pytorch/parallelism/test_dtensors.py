@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E4
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch_threads import on_ranks  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
@@ -41,17 +42,6 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def on_ranks(function: Callable[[int], Any], ranks: int = 4) -> list[Any]:
-    threads = hw.Threads(ranks)
-
-    def rank_main(rank: int) -> Any:
-        hw.init(threads)
-        with torch.no_grad():
-            return function(rank)
-
-    return threads.run(rank_main)
-
-
 def blocks(rank: int) -> tuple[Any, Any]:
     return X.chunk(2)[rank // 2], W.chunk(2, 1)[rank % 2].contiguous()
 
@@ -64,7 +54,7 @@ def test_inputs_of_a_program(mesh: Any) -> None:
         given = DTensor.from_local(x, mesh, [Shard(0), Replicate()], run_check=False)
         return PROGRAM(given, DTensor.from_local(w, mesh["tp"], [Shard(1)], run_check=False))
 
-    for rank, got in enumerate(on_ranks(call)):
+    for rank, got in enumerate(on_ranks(call, 4)):
         x, w = blocks(rank)
         torch.testing.assert_close(got, x @ w)
 
@@ -103,7 +93,7 @@ def test_another_placement(mesh: Any, placements: tuple[Any, ...], found: str) -
         return message_of(lambda: PROGRAM(DTensor.from_local(x, mesh, placements, run_check=False), w))
 
     expected = rf"product: x: expected f32\[M@dp, K\], {found}; call .redistribute\(placements=\[Shard\(0\), Replicate\(\)\]\)"
-    assert [bool(re.fullmatch(expected, message)) for message in on_ranks(call)] == [True] * 4
+    assert [bool(re.fullmatch(expected, message)) for message in on_ranks(call, 4)] == [True] * 4
 
 
 def test_zigzag(mesh: Any) -> None:
@@ -120,7 +110,7 @@ def test_zigzag(mesh: Any) -> None:
         return message_of(lambda: program(x))
 
     why = "negated: x: expected f32[M@zigzag(dp), 3], and DTensor placements cannot express zigzag order"
-    assert on_ranks(call) == [f"{why}; pass a tensor of this rank's two pieces"] * 4
+    assert on_ranks(call, 4) == [f"{why}; pass a tensor of this rank's two pieces"] * 4
 
 
 def test_another_mesh(mesh: Any) -> None:
@@ -132,7 +122,7 @@ def test_another_mesh(mesh: Any) -> None:
 
     reason = "is a DTensor on a mesh of dims without names, and the program is for mesh(dp=2, tp=2); "
     reason += "create the device mesh with the names and sizes of these axes"
-    assert on_ranks(call) == [f"product: x: {reason}"] * 4
+    assert on_ranks(call, 4) == [f"product: x: {reason}"] * 4
 
 
 class Line(nn.Module):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
-import resource
-from pathlib import Path
 
 import numpy as np
 import pytest
 from device_counters import counted
+from processes import resident_bytes
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
@@ -41,10 +40,6 @@ def matmuls() -> int:
 def allocations() -> int:
     """Total number of allocations on the CPU device."""
     return counted()["allocations"]
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize(("ranks", "calls", "sizes"), [(1, 3_000, 1_000), (2, 200, 40)])

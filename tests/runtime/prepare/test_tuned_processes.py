@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_sizes_of_ranks import on_two_ranks
+from two_ranks import on_two_ranks
 
 pytestmark = pytest.mark.xdist_group("tuned")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_sink_reductions import communications
+from fusion_text import communications
 
 import hostweave as hw
 from hostweave.options import Options
