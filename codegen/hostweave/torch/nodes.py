@@ -73,6 +73,27 @@ def modules_of(node: Node) -> list[str]:
     return [path for path, _ in stack.values() if path]
 
 
+def role_of(node: Any) -> str:
+    """Path of the module of a value, and the role of the value: "mean" or "rstd" of a norm, "output" or "input" of the module, or the
+    op."""
+    path = next(reversed(modules_of(node)), "")
+    made, index = node.args if node.target is operator.getitem else (node, 0)
+    word = op_of(made).removeprefix("hostweave.").partition(".")[0].lstrip("_")
+    if word.endswith("_norm") and index:
+        word = "rstd" if "rms" in word else {1: "mean", 2: "rstd"}.get(index, word)
+    elif path and _is_result(node, path):
+        word = "output"
+    elif is_view(node) and path not in modules_of(node.args[0]):
+        word = "input"
+    return f"{path}.{word}".lstrip(".")
+
+
+def _is_result(node: Any, path: str) -> bool:
+    """True if other ops of the module `path` read no element of the value. Derivatives do not count."""
+    own = [user for user in node.users if "nn_module_stack" in user.meta and path in modules_of(user)]
+    return all(is_view(user) and _is_result(user, path) for user in own)
+
+
 _NOTE = "Gradient addition node due to"  # torch appends this note to the line of a sum of gradients
 
 
@@ -111,4 +132,4 @@ def name_of(target: str) -> str:
     of structs."""
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]
-    return "_".join([word for word in words if not word.isdigit()] + numbers)
+    return re.sub(r"\W", "_", "_".join([word for word in words if not word.isdigit()] + numbers), flags=re.ASCII)

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from hostweave.torch.layers import Path, paths_of_layers
-from hostweave.torch.nodes import is_view, modules_of, name_of, op_of
+from hostweave.torch.nodes import is_view, name_of, op_of, role_of
 
 
 def take_views_again(made: GraphModule, sources: Set[str]) -> None:
@@ -117,9 +117,7 @@ def saved_names(saved: list[Node]) -> dict[Node, str]:
     counts: Counter[str] = Counter()
     names = {}
     for node in saved:
-        path = next(reversed(modules_of(node)), "")
-        made: Any = node.args[0] if node.target is operator.getitem else node
-        base = name_of(".".join(filter(None, ("saved", path, op_of(made).removeprefix("hostweave.").partition(".")[0].lstrip("_")))))
+        base = name_of(f"saved.{role_of(node)}")
         counts[base] += 1
         words = base.split("_")
         at = next((i for i in range(len(words), 0, -1) if not words[i - 1].isdigit()), len(words))
