@@ -64,7 +64,7 @@ class Graph:
     placed: dict[Node, AxesOfDims] = field(default_factory=dict)  # node -> sharding that is stated for the node's result
     gathered: dict[Node, AxesOfDims] = field(default_factory=dict)  # input -> sharding in which ops read the input
     results: list[AxesOfDims | None] | None = None  # shardings of outputs, None if inferred; without a list, the `default_axes`
-    labels: list[str] = field(default_factory=list)  # names of outputs, or empty
+    labels: list[str] = field(default_factory=list)  # names of outputs, or paths such as `gradient.head.weight`; or empty
     spec: Any = None  # pytree structure of the module's results
     update: GradientUpdate | None = None
     names: dict[Node, str] = field(default_factory=dict)  # placeholder or constant -> name of the fusion's input

@@ -24,7 +24,7 @@ from hostweave.torch.derivatives import Derivatives
 from hostweave.torch.exported import decompositions, error_of_torch, without_code
 from hostweave.torch.graph import Graph, Origin, expect_known
 from hostweave.torch.layers import Layer
-from hostweave.torch.nodes import ATTENTION, name_of, name_of_constant, op_of
+from hostweave.torch.nodes import ATTENTION, name_of_constant, op_of, role_of
 from hostweave.torch.ops import Silu, call_recorded, composed_attention, matmul, ops
 from hostweave.torch.patterns import repeated, rotated, word_of_constant_mask, word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts, text_of
@@ -117,7 +117,7 @@ class Joint:
         given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
         of_gradients, graph.placed = self._of_gradients(given)
         graph.results = [*map(self.outer.default_axes, self.results), *of_gradients]
-        graph.labels = [*self._labels("loss"), *(name_of(f"gradient.{origin.name}") for _, origin in given)]
+        graph.labels = [*self._labels("loss"), *(f"gradient.{origin.name}" for _, origin in given)]
         return graph
 
     def _joined(self) -> GraphModule:
@@ -156,6 +156,7 @@ class Joint:
         of_name, of_saved = {node.name: node for node in origins}, dict(zip(forward.outputs, axes, strict=True))
         for saved, name in self.saved.items():
             node, one = of_name[saved.name], of_saved[saved]
+            node.meta["role"] = role_of(saved)
             stated[name] = one
             del origins[node]  # removed and added again, so that saved values come last
             origins[node] = Origin("argument", name) if one is not None else Origin("constant", name, forward.constants[saved])
@@ -164,7 +165,7 @@ class Joint:
         graph = Graph(self.backward.graph, origins, replace(layouts, inputs=inputs), self.outer.mesh)
         given = [(node, origin) for node, origin in zip(graph.returned, self.origins, strict=True) if isinstance(node, Node)]
         graph.results, graph.placed = self._of_gradients(given)
-        graph.labels = [name_of(f"gradient.{origin.name}") for _, origin in given]
+        graph.labels = [f"gradient.{origin.name}" for _, origin in given]
         return graph
 
     def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[AxesOfDims | None], dict[Node, AxesOfDims]]:

@@ -34,6 +34,10 @@ class Layer:
     like: Layer = field(init=False)  # the first of the equal layers
     chain: list[Node | None] = field(default_factory=list)  # for each argument: the result that the next layer takes as this argument
 
+    def path_inside(self, path: str) -> str:
+        """Removes the path of the layer from a path such as `gradient.layers.0.up.weight`."""
+        return f".{path}.".replace(f".{self.path}.", ".").strip(".")
+
     @property
     def taken(self) -> list[tuple[Node, Node | None]]:
         """Pairs each argument with the first layer's entry in `chain`."""

@@ -23,7 +23,7 @@ from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.torch.aten import Result, computed, full, resharded
 from hostweave.torch.graph import Graph, refused
 from hostweave.torch.layers import Layer, alike, repeated_layers
-from hostweave.torch.nodes import ATTENTION, location, modules_of, name_of, op_of, shape_of, size_of
+from hostweave.torch.nodes import ATTENTION, location, modules_of, name_of, op_of, role_of, shape_of, size_of
 from hostweave.torch.patterns import consecutive, repeated, rotated, word_of_constant_mask
 from hostweave.types.tensor import TensorType
 
@@ -90,9 +90,9 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
         outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
         made = [_placed(graph, values[node], node, number) for number, node in outputs]
         for (number, node), value in zip(outputs, made, strict=True):
-            label = graph.labels[number] if graph.labels else graph.keys.get(node)
-            if label and value._op is not None:
-                value.named(unique_name(label, value._trace.named))  # an argument may have the same name
+            own = values[node]  # an update reads the reshard of a gradient, and omits the equal reshard in `made`
+            named = own if update and own._op is not None and own._op.kind == "reshard" else value
+            _name(named, graph.labels[number] if graph.labels else graph.keys.get(node, ""))
         for number, node in enumerate(names):
             if values[node]._op is not None:
                 names[node] = values[node]._name or f"between_{number}"
@@ -105,6 +105,12 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
 
     program.__name__ = name
     return program
+
+
+def _name(value: hw.Tensor, path: str) -> None:
+    """Names a value after a path such as `gradient.head.weight`, with a number if an argument has the name."""
+    if name_of(path).isidentifier() and value._op is not None:
+        value.named(unique_name(name_of(path), value._trace.named))
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
@@ -236,9 +242,8 @@ def _function(graph: Graph, layer: Layer, types: Mapping[Node, TensorType], pref
     names: list[str] = []
     inputs: dict[str, Any] = {}
     stated = graph.input_types
-    for node in layer.arguments:
-        own = name_of(graph.parameters.get(graph.names.get(node, ""), "").removeprefix(f"{layer.path}."))
-        names.append(claim_unique(own or re.sub(r"(_\d+)+$", "", graph.names.get(node, "x")), taken))
+    for node, result in layer.taken:
+        names.append(claim_unique(_argument_name(graph, layer, node, result is not None), taken))
         inputs[names[-1]] = stated[graph.names[node]] if node in graph.names else types.get(node, graph.type_of(node))
     inputs |= {name: types[result] for name, (_, result) in zip(names, layer.taken, strict=True) if result is not None and result in types}
 
@@ -246,8 +251,29 @@ def _function(graph: Graph, layer: Layer, types: Mapping[Node, TensorType], pref
         values: NodeValues = dict(zip(layer.arguments, (arguments[name] for name in names), strict=True))
         for node in layer.nodes:
             _run(graph, values, node)
+        for node in layer.results if graph.labels else ():
+            role = role_of(node) if "nn_module_stack" in node.meta else "gradient.x" * (node in layer.chain)
+            _name(values[node], layer.path_inside(gradients.get(node, role)))
         return tuple(values[node] for node in layer.results)
 
+    gradients = {node: label for node, label in zip(graph.outputs, graph.labels, strict=False) if label.startswith("gradient.")}
     function.__name__ = f"{prefix}{layer.name}"
     donated = {names[argument]: result for argument, result in layer.written(graph).items()}
     return hw.block(donate=donated, **inputs)(function)
+
+
+def _argument_name(graph: Graph, layer: Layer, node: Node, is_carried: bool) -> str:
+    """Name of an argument in the function of a layer. A carried argument is a result of the layer before."""
+    name = graph.names.get(node, "")
+    if name in graph.parameters:
+        role = graph.parameters[name]
+    elif op_of(node) == "select.int" and node.args[0] is graph.seeds:
+        role = f"{modules_of(next(user for user in node.users if user in layer.nodes))[-1]}.seed"
+    elif is_carried:
+        role = "gradient" if any("fwd_nn_module_stack" in one.meta for one in layer.nodes) else "x"
+    else:
+        role = node.meta.get("role", "") if name else role_of(node)
+    inside = re.sub(rf"^{re.escape(layer.path.rpartition('.')[0])}\.\d+\.", "", role)
+    if inside == "output" and role != f"{layer.path}.output":
+        inside = "x"
+    return name_of(inside) or re.sub(r"(_\d+)+$", "", name)

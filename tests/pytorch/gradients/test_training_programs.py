@@ -122,6 +122,48 @@ def test_results_are_named_by_the_module_and_views_of_arguments_are_not_saved() 
         assert all(line in inspect.getsource(Classifier) for line in re.findall(r"// \S+\.py:\d+  (.{,30})", sources["program.cpp"]))
 
 
+class NormedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.dropout = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.dropout(self.up(self.norm(x)).tanh())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(NormedLayer() for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def test_values_of_layers_are_named_by_module_and_role() -> None:
+    def function(program: Any, name: str) -> tuple[list[str], list[str]]:
+        given, made = re.findall(rf"^function @{name}\((.*)\) -> \((.*)\)", program.sources["program.hw"], re.MULTILINE)[0]
+        return re.findall(r"%(\w+)", given), re.findall(r"%(\w+)", made)
+
+    module, x = Normed().train(), torch.randn(4, 2, 8)
+    model = hostweave.torch.compile(module, hw.Mesh(), {}, (x,), training=True)
+    step = hostweave.torch.compile(module, hw.Mesh(dp=2), {"x": "dp, -, -"}, (x,), optimizer=torch.optim.AdamW(module.parameters()))
+    made = ["norm_output", "norm_mean", "norm_rstd", "tanh", "output"]
+    assert function(model.program, "normed_layer") == (["x", "norm_weight", "norm_bias", "up_weight", "up_bias", "dropout_seed"], made)
+    assert function(step.program, "normed_layer") == function(model.program, "normed_layer")
+    given, gradients = function(model.backward, "normed_layer")
+    of_norm = ["norm_output", "x", "norm_mean", "norm_rstd", "norm_weight", "norm_bias"]
+    assert given == ["gradient", "dropout_seed", "tanh", "up_weight", *of_norm]
+    assert gradients == [*(f"gradient_{name}" for name in ("up_weight", "up_bias", "norm_weight", "norm_bias")), "gradient_x"]
+    assert function(step.program, "normed_layer_backward") == (given, gradients)
+    assert "saved_layers_norm_rstd_2" in {argument.name for argument in model.backward.host.arguments}
+    assert {"gradient_head_weight", "gradient_head_bias", "gradient_layers_norm_weight_0"} <= {
+        *re.findall(r"all_reduce sum %\w+ -> %(\w+)", step.program.sources["program.hw"])
+    }
+
+
 class Mixer(nn.Module):
     """Attention by matmuls, or two attention ops with one mask. Queries, keys and values are slices of one product."""
 
