@@ -91,8 +91,7 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
         made = [_placed(graph, values[node], node, number) for number, node in outputs]
         for (number, node), value in zip(outputs, made, strict=True):
             own = values[node]  # an update reads the reshard of a gradient, and omits the equal reshard in `made`
-            named = own if update and own._op is not None and own._op.kind == "reshard" else value
-            _name(named, graph.labels[number] if graph.labels else graph.keys.get(node, ""))
+            _name(own if update and own._value.pinned else value, graph.labels[number] if graph.labels else graph.keys.get(node, ""))
         for number, node in enumerate(names):
             if values[node]._op is not None:
                 names[node] = values[node]._name or f"between_{number}"
