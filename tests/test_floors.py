@@ -189,6 +189,16 @@ def test_tests_and_benchmarks_use_public_names() -> None:
     assert wrong == []
 
 
+def test_tests_import_helpers_from_helper_modules() -> None:
+    """A script that prints a table, and a test that also runs on GPUs, import tests."""
+    wrong = set()
+    for path in Path(__file__).parent.rglob("*.py"):
+        imports = [node for node in nodes(path) if isinstance(node, ast.Import | ast.ImportFrom)]
+        named = [str(node.module) if isinstance(node, ast.ImportFrom) else alias.name for node in imports for alias in node.names]
+        wrong |= {path.name for name in named if name.rpartition(".")[2].startswith("test_")}
+    assert wrong == {"sync_mutants.py", "test_hangs.py"}
+
+
 def test_passes_are_those_of_the_list_and_call_no_others() -> None:
     """Each file of `passes/fusion` and `passes/host` has one pass, which no other pass imports."""
     names, folders = {apply.__name__ for apply in PASSES}, ("fusion", "host")

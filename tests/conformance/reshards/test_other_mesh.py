@@ -13,8 +13,8 @@ from math import lcm
 
 import numpy as np
 import pytest
+from blocks_of_ranks import Array, arrays, compare, kinds_of, traced
 from interpret import interpret
-from test_reshards import Array, arrays, compare, kinds_of, traced
 
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion

@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cuda_here import needs_cuda
 from fusions_from_files import all_fusions, more_fusions, pipelines
+from quick_builds import CUDA, NVCC, OPENBLAS, for_cuda, run
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import EXAMPLES
-from hostweave.build.cuda import find_cuda, gpus
-from hostweave.build.toolchain import openblas_root
+from hostweave.build.cuda import gpus
 from hostweave.cli.main import main
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 
 KERNELS = "programs/matmul_rs_flat/kernels.cu"
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
-TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may be from pip.
-OPENBLAS = f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"
-NVCC = shutil.which("nvcc", path=TOOLS)
-NVCC_OPTIONS = subprocess.run([NVCC, "--help"], capture_output=True, text=True, check=True).stdout if NVCC else ""
-# Environment that selects cmake, ninja and settings, so that the commands need not name them.
-QUICK = {
-    **os.environ,
-    "PATH": TOOLS,
-    "CMAKE_GENERATOR": "Ninja",
-    "CMAKE_BUILD_TYPE": "Debug",
-    "CMAKE_TOOLCHAIN_FILE": str(Path(__file__).with_name("quick.cmake")),
-    "NVCC_APPEND_FLAGS": "--Ofast-compile=max" if "--Ofast-compile" in NVCC_OPTIONS else "",  # CUDA 12.9 and later have --Ofast-compile.
-}
-
-
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env=QUICK, capture_output=True, text=True)
 
 
 def build(fusion: Fusion, folder: Path, *settings: str) -> None:
@@ -245,9 +224,6 @@ def test_an_interrupted_export_can_be_repeated(tmp_path: Path, monkeypatch: pyte
         program.export(tmp_path)
 
 
-CUDA = find_cuda()
-
-
 @needs_cuda
 def test_projects_compile_and_link_for_cuda(tmp_path: Path) -> None:
     """All projects are in one folder, so that the runtime is built once."""
@@ -262,12 +238,6 @@ def test_a_project_runs_on_gpus(tmp_path: Path) -> None:
     result = run(tmp_path, "build/matmul_rs_flat", "M=64", "K=32", "N=16", "repetitions=2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("the results of all ranks are correct\n")
-
-
-def for_cuda() -> tuple[str, ...]:
-    found = (part.path for part in (*CUDA.headers, *CUDA.libraries, *CUDA.cudnn) if part.path)
-    prefixes = dict.fromkeys(str(folder.parent) for path in found for folder in path.parents if folder.name in ("include", "lib", "lib64"))
-    return "-DHOSTWEAVE_TARGET=cuda", f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}"
 
 
 def test_default_cmake_settings(tmp_path: Path) -> None:

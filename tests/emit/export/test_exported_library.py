@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
-from test_export import OPENBLAS, QUICK, for_cuda, run
+from quick_builds import OPENBLAS, QUICK, for_cuda, run
 
 from hostweave.base.paths import EXAMPLES
 from hostweave.cli.main import main

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import scipy_openblas32
 from cuda_here import needs_cuda
-from test_export import QUICK, for_cuda
+from quick_builds import QUICK, for_cuda
 
 from hostweave.build.cuda import gpus
 from hostweave.cli.main import main
