@@ -222,13 +222,13 @@ class TorchStore(KnownRank):
             raise ArgumentError(f"hw.TorchStore: store={store!r} is not a store of torch.distributed; pass a TCPStore, or omit it")
         self._rank = torch.get_rank() if rank is None else rank
         self._count = torch.get_world_size() if count is None else count
-        self._store = _PolledTorchStore(torch.distributed_c10d._get_default_store() if store is None else store)
+        self._store = PolledTorchStore(torch.distributed_c10d._get_default_store() if store is None else store)
 
     def store(self, group: str, timeout: float) -> Store:
         return self._store
 
 
-class _PolledTorchStore:
+class PolledTorchStore:
     """A store of torch.distributed. Waits by polling, because a blocking call would block the other threads of the process."""
 
     def __init__(self, store: Any):

@@ -21,7 +21,7 @@ from processes import free_port
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
-from hostweave.runtime.providers import TorchStore
+from hostweave.runtime.providers import PolledTorchStore, TorchStore
 from hostweave.runtime.rendezvous import World, meet
 from hostweave.runtime.stores import MemoryStore, Store, StoreClosed, TcpServer, TcpStore
 
@@ -67,7 +67,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
         found: Store = request.getfixturevalue("tcp_store")
         return found
     if request.param == "torch fake":
-        return TorchStore(FakeTorchStore(), rank=0, count=1).store("default", 1)
+        return PolledTorchStore(FakeTorchStore())
     import torch.distributed as dist
 
     kept = dist.FileStore(str(tmp_path / "store"), -1) if request.param == "torch file" else dist.HashStore()
