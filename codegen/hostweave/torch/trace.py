@@ -89,6 +89,10 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
                 _run(graph, values, node)
         outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
         made = [_placed(graph, values[node], node, number) for number, node in outputs]
+        for at, (_, node) in enumerate(() if update else outputs):
+            if any(made[at] is other for other in made[:at]):  # for example a result that is also saved: the copy has a name of its own
+                with stated_location(location(node)):
+                    made[at] = hw.copy(made[at])
         for (number, node), value in zip(outputs, made, strict=True):
             own = values[node]  # an update reads the reshard of a gradient, and omits the equal reshard in `made`
             _name(own if update and own._value.pinned else value, graph.labels[number] if graph.labels else graph.keys.get(node, ""))

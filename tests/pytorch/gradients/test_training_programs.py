@@ -108,11 +108,11 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels.view(-1)), "logits": logits}
 
 
-def test_results_are_named_by_the_module_and_views_of_arguments_are_not_saved() -> None:
-    inputs = {"x": torch.randn(6, 4), "labels": torch.randint(8, (2, 3))}
-    compiled = hostweave.torch.compile(
-        Classifier().train(), hw.Mesh(tp=2), {"head.weight": "tp, -", "head.bias": "tp"}, inputs, training=True
-    )
+@pytest.mark.parametrize("of_head", [{}, {"head": "-, tp"}], ids=["gathered", "sharded"])
+def test_results_are_named_by_the_module_and_views_of_arguments_are_not_saved(of_head: dict[str, str]) -> None:
+    """If the logits stay sharded, one value is both a result and saved. The result has the name."""
+    inputs, plan = {"x": torch.randn(6, 4), "labels": torch.randint(8, (2, 3))}, {"head.weight": "tp, -", "head.bias": "tp"} | of_head
+    compiled = hostweave.torch.compile(Classifier().train(), hw.Mesh(tp=2), plan, inputs, training=True)
     program, backward = compiled.program.host, compiled.backward.host
     assert [result.name for result in program.results][:2] == ["loss", "logits"]
     assert [result.name for result in backward.results] == ["gradient_head_weight", "gradient_head_bias"]
