@@ -90,7 +90,7 @@ def _program(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str
         outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
         made = [_placed(graph, values[node], node, number) for number, node in outputs]
         for at, (_, node) in enumerate(() if update else outputs):
-            if any(made[at] is other for other in made[:at]):  # for example a result that is also saved: the copy has a name of its own
+            if any(made[at] is other for other in made[:at]):  # for example a result that is also saved; the copy gets the second name
                 with stated_location(location(node)):
                     made[at] = hw.copy(made[at])
         for (number, node), value in zip(outputs, made, strict=True):
