@@ -36,7 +36,7 @@ from hostweave.targets.target import find_target
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 WORKERS = 8  # largest number of workers without GPUs
-WAITING = {"hangs", "interrupts", "launchers", "lost_ranks", "rank_faults"}  # Tests in these folders mostly wait.
+WAITING = {"hangs", "interrupts", "launchers", "lost_ranks", "prepare", "rank_faults"}  # Tests in these folders mostly wait.
 GPU_TESTS = 6  # number of consecutive GPU tests of a file that run on one worker, because the tests may share programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
