@@ -20,7 +20,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "at most one tile of columns per multiprocessor": (
         lambda x: hw.sum(x, 0),
         {"x": hw.f32["M", 132 * 32]},
-        ["+ distribute: a block reduces a tile of columns, 1024 threads"],
+        ["+ distribute: a block reduces a tile of columns, 1024 threads, 1 block per multiprocessor"],
     ),
     "a tile more": (lambda x: hw.sum(x, 0), {"x": hw.f32["M", 133 * 32]}, ["+ distribute: a block reduces a tile of columns, 512 threads"]),
     "contiguous fibers": (lambda x: hw.cumsum(x, 1), {"x": hw.f32["M", "N"]}, ["+ distribute: a block processes a fiber"]),

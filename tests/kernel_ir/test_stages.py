@@ -64,10 +64,24 @@ def test_every_pass_changes_a_kernel_and_no_file_is_left_over() -> None:
     assert {path.stem for path in FOLDER.iterdir()} == set(CASES), "remove files that no case has"
 
 
-@pytest.mark.parametrize(("multiprocessors", "threads"), [(132, 1024), (127, 512)])
-def test_tiles_that_do_not_fill_the_machine_have_more_threads(multiprocessors: int, threads: int) -> None:
-    _, loops = stages_of("column_sum", replace(H200, multiprocessors=multiprocessors))[-1]
-    assert loops.threads == threads  # 4096 columns are 128 tiles.
+@pytest.mark.parametrize(
+    ("name", "figures", "line"),
+    [
+        # 4096 columns are 128 tiles.
+        ("column_sum", {"multiprocessors": 127}, "distribute: a block reduces a tile of columns, 512 threads"),
+        ("column_sum", {"block_threads": 512}, "distribute: a block reduces a tile of columns, 512 threads, 1 block per multiprocessor"),
+        ("softmax_of_few", {"warp": 8}, "distribute: a part of a warp shares a row, 2 threads"),
+        ("norm_of_heads", {"line_bytes": 64}, "distribute: a part of a warp shares a row, 4 threads"),
+        ("quantized_swiglu", {"registers": 2**15}, "distribute: a block shares a row, 448 threads, 1 block per multiprocessor"),
+        ("rms_norm", {"registers": 2**13}, "distribute: a block shares a row, 64 threads"),
+        ("chain", {"access_bytes": 32}, "vectors of 16 along i"),
+    ],
+    ids=str,
+)
+def test_the_schedule_asks_the_machine(name: str, figures: dict[str, int], line: str) -> None:
+    (_, usual), (_, loops) = stages_of(name)[-1], stages_of(name, replace(H200, **figures))[-1]
+    assert line in [*loops.lines()]
+    assert line not in [*usual.lines()]
 
 
 def test_ops_that_need_two_kernels_are_refused() -> None:

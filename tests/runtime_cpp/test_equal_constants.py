@@ -12,7 +12,7 @@ from hostweave.fusion_ir.ops.indexing import MOST_CHOSEN
 from hostweave.host_ir import ir
 from hostweave.host_ir.instructions.windows import SIGNAL_COUNTERS
 from hostweave.kernel_ir.distribute import TILE
-from hostweave.kernel_ir.hold_rows import ROW_THREADS
+from hostweave.kernel_ir.hold_rows import ROW_ACCESSES
 from hostweave.kernel_ir.number_elements import SHORT
 from hostweave.timeline.cost import MAX_NETWORK_SORT
 from hostweave.tune.cost import MAX_WEIGHT_ELEMENTS
@@ -30,7 +30,7 @@ CONSTANTS = [  # Value in Python, C++ before the value, and the file in `runtime
     (MAX_NETWORK_SORT, "kSorted =", "include/hostweave/threads.h"),
     (MAX_WEIGHT_ELEMENTS, "kMostWeights =", "src/matmul.cpp"),
     (MOST_CHOSEN, "kSorted =", "include/hostweave/threads.h"),
-    (ROW_THREADS, "kRowThreads =", "include/hostweave/threads.h"),
+    (ROW_ACCESSES, "kRowAccesses =", "include/hostweave/threads.h"),
     (SHORT, "fits_int32(int64_t n) { return n <=", "include/hostweave/kernel.h"),
     (SIGNAL_COUNTERS, "config.numRmaSig =", "driver/src/target_cuda.cpp"),
     (SIGNAL_COUNTERS, "kNumbers =", "include/hostweave/peer.h"),

@@ -75,7 +75,6 @@ TEMPLATES = {
     ir.BY_BLOCK_FIBERS: _OF_BLOCK_FIBERS,
     ir.BY_CLUSTER_FIBERS: replace(_OF_BLOCK_FIBERS, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
-ALL_REGISTERS = 1024  # threads of the largest block, which may use all registers of a multiprocessor
 
 
 class LoopPrinter:
@@ -99,8 +98,7 @@ class LoopPrinter:
         if not self.multiplies:
             self.loop = self.text(self.templates.loop)
             self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
-            resident = loops.resident or loops.threads == ALL_REGISTERS
-            self.bounds = self.text(self.templates.bounds) + (f", {int(resident)}" if resident else "")
+            self.bounds = self.text(self.templates.bounds) + (f", {loops.resident}" if loops.resident else "")
 
     def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
         """Fills in the placeholders of a template. `width` is the C++ of the vector width. `named` maps sizes to replacements."""

@@ -29,16 +29,18 @@ from hostweave.kernel_ir.loops import (
 )
 from hostweave.types.machine import Machine
 
-MIN_PARALLEL_ELEMENTS = 32  # one thread computes a reduction whose innermost dim has fewer elements
 TILE = 32  # columns in the tile of a block: hw::kTile
-TILE_THREADS, MAX_THREADS = 512, 1024  # threads per tile: default, and for at most one tile per multiprocessor
+TILE_THREADS = 512  # threads per tile, if a multiprocessor has several tiles
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
-    """Chooses the distribution, and the number of threads of a tile."""
-    chosen = _of_fibers(loops) if loops.takes_fibers else _of_elements(loops)
-    few = chosen == BY_COLUMNS and loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
-    return replace(loops, distribution=chosen, threads=(MAX_THREADS if few else TILE_THREADS) if chosen == BY_COLUMNS else 0)
+    """Chooses the distribution, and the number of threads of a tile. With at most one tile per multiprocessor, a tile gets all threads and
+    registers of the multiprocessor."""
+    chosen = _of_fibers(loops) if loops.takes_fibers else _of_elements(loops, machine)
+    if chosen != BY_COLUMNS:
+        return replace(loops, distribution=chosen)
+    is_alone = loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
+    return replace(loops, distribution=chosen, threads=machine.block_threads if is_alone else TILE_THREADS, resident=int(is_alone))
 
 
 def _of_fibers(loops: Loops) -> str:
@@ -47,9 +49,9 @@ def _of_fibers(loops: Loops) -> str:
     return BY_FIBER_PARTS if any(OPS[op.kind].parts_fibers for op in loops.kernel.ops) else BY_FIBERS
 
 
-def _of_elements(loops: Loops) -> str:
+def _of_elements(loops: Loops, machine: Machine) -> str:
     inputs, reduced = loops.inputs, loops.reduced
-    if not reduced or (reduced[-1].size.is_int and int(reduced[-1].size) < MIN_PARALLEL_ELEMENTS):
+    if not reduced or (reduced[-1].size.is_int and int(reduced[-1].size) < machine.warp):  # More threads would have no element.
         return BY_THREAD
     whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
     if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):

@@ -28,21 +28,16 @@ from dataclasses import replace
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, Loops, Walk
-from hostweave.kernel_ir.vectorise import ACCESS
 from hostweave.types.machine import Machine
 
-WARP = 32  # threads
-ROW_THREADS = 512  # maximum number of threads that share a row of known length
-MANY_THREADS = 1024  # replaces ROW_THREADS if threads hold computed values, which need more registers
-LANES_PER_ROW = (1, 2, 4, 8, 16, 32)  # possible numbers of threads that share a short row; a warp may then have several rows
-MIN_ROW_THREADS = 8  # preferred minimum number of threads that share a row: 8 accesses of 16 bytes read 128 bytes
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and maximum threads per block
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # vectors of a row per thread, in order of preference
-HELD = 20  # maximum number of accesses whose elements a thread holds: 80 registers
-RESIDENT_THREADS = 1024  # threads per multiprocessor, each with 64 registers
-FEW_HELD, FEW_INPUTS = 16, 12  # maximum number of held accesses that count as few: with computed values, and with inputs only
+ROW_ACCESSES = 4  # maximum accesses per thread to a held row of unknown length: hw::kRowAccesses
+ROW_REGISTERS = 128  # registers per thread of the largest block that shares a row, unless threads hold computed values
+HELD_BYTES = 320  # maximum number of bytes that a thread holds: 80 registers
+FEW_BYTES, FEW_INPUT_BYTES = 256, 192  # maximum number of held bytes that count as few: with computed values, and with inputs only
+RESIDENT_REGISTERS = 64  # registers per thread, if a thread holds few bytes
 LARGE_BLOCK = 256  # threads; a few more registers per thread already reduce the number of such blocks per multiprocessor
-HELD_ROWS = 5  # maximum number of held rows of unknown length; a row counts once per 16 bytes of a vector
 LATE_BYTES = 16 << 10  # maximum number of bytes of rows that are held only for an early load, in a kernel without a collective
 EXPENSIVE = 16  # lowest cost per element of an expensive value, in additions
 
@@ -50,9 +45,9 @@ EXPENSIVE = 16  # lowest cost per element of an expensive value, in additions
 def hold_rows(loops: Loops, machine: Machine) -> Loops:
     if loops.distribution != BY_BLOCK or loops.width == 1 or len(loops.reduced) > 1:
         return loops
-    shared = _shared(loops, ())
+    shared = _shared(loops, (), machine)
     held = (rows for values in (_expensive(loops), ()) for rows in _held(loops, values, prefetches=bool(shared.threads)) if rows)
-    return next((candidate for rows in held if (candidate := _shared(loops, rows)).has_rows), shared)
+    return next((candidate for rows in held if (candidate := _shared(loops, rows, machine)).has_rows), shared)
 
 
 def _held(loops: Loops, values: tuple[str, ...], prefetches: bool) -> Iterator[tuple[str, ...]]:
@@ -111,29 +106,33 @@ def _operands(op: Op) -> tuple[str, ...]:
     return op.tensors[:1] if OPS[op.kind].counts else op.tensors[1:2] if OPS[op.kind].gathers else op.tensors
 
 
-def _shared(loops: Loops, held: tuple[str, ...]) -> Loops:
+def _shared(loops: Loops, held: tuple[str, ...], machine: Machine) -> Loops:
     """Splits each row over threads if possible. The threads hold the rows of `held`."""
-    accesses = sum(-(-loops.width * loops.held_bytes(name) // ACCESS) for name in held)
+    accesses = sum(-(-loops.width * loops.held_bytes(name) // machine.access_bytes) for name in held)
     count = int(loops.along.size) // loops.width if loops.along.size.is_int else 0
-    most = ROW_THREADS if all(name in loops.memory for name in held) else MANY_THREADS
-    blocks = [n for n in BLOCKS if loops.kernel.exchanges and count % (n * WARP) == 0 and WARP < count // n <= TERM_THREADS]
-    if blocks:
-        return replace(loops, distribution=BY_ROW, threads=count // blocks[0], blocks=blocks[0], held=held)
-    if count and (threads := _threads_of_row(count, accesses, most)):
-        computes = threads > WARP and most == MANY_THREADS
-        few = FEW_HELD if computes else FEW_INPUTS if threads >= LARGE_BLOCK and len(loops.results) == 1 else 0
-        resident = RESIDENT_THREADS // threads if 0 < count // threads * accesses <= few else 0
-        by = BY_ROW if threads > WARP else BY_SHORT_ROW
+    computes = any(name not in loops.memory for name in held)
+    most = machine.block_threads if computes else machine.registers // ROW_REGISTERS
+    sharing = [n for n in BLOCKS if loops.kernel.exchanges and n <= machine.cluster_blocks and count % (n * machine.warp) == 0]
+    if blocks := next((n for n in sharing if machine.warp < count // n <= TERM_THREADS), 0):
+        return replace(loops, distribution=BY_ROW, threads=count // blocks, blocks=blocks, held=held)
+    if count and (threads := _threads_of_row(count, accesses, most, machine)):
+        inputs = FEW_INPUT_BYTES if threads >= LARGE_BLOCK and len(loops.results) == 1 else 0
+        few = FEW_BYTES if computes and threads > machine.warp else inputs
+        is_few = 0 < count // threads * accesses * machine.access_bytes <= few
+        resident = machine.registers // RESIDENT_REGISTERS // threads if is_few else int(threads == machine.block_threads)
+        by = BY_ROW if threads > machine.warp else BY_SHORT_ROW
         return replace(loops, distribution=by, threads=threads, resident=resident, held=held)
-    return replace(loops, distribution=BY_ANY_ROW, held=held) if 0 < accesses <= HELD_ROWS else loops
+    is_held = 0 < accesses * ROW_ACCESSES * machine.access_bytes <= HELD_BYTES
+    return replace(loops, distribution=BY_ANY_ROW, held=held) if is_held else loops
 
 
-def _threads_of_row(vectors: int, held: int, most: int) -> int:
-    """Number of threads that share a row of `vectors` vectors evenly, or 0. For each vector, a thread holds `held` accesses in
-    registers."""
-    for least, each in itertools.product((MIN_ROW_THREADS, 1), EACH):
+def _threads_of_row(vectors: int, held: int, most: int, machine: Machine) -> int:
+    """Number of threads that share a row of `vectors` vectors evenly, or 0. The threads are parts of a warp, or whole warps. For each
+    vector, a thread holds `held` accesses in registers. If possible, the threads read a cache line at once."""
+    for least, each in itertools.product((machine.line_bytes // machine.access_bytes, 1), EACH):
         threads = vectors // each
-        fits = (threads % WARP == 0 and threads <= most) or (threads in LANES_PER_ROW and threads >= min(least, vectors))
-        if fits and vectors % each == 0 and each * held <= HELD:
+        is_part = threads > 0 and machine.warp % threads == 0 and threads >= min(least, vectors)
+        fits = (threads % machine.warp == 0 and threads <= most) or is_part
+        if fits and vectors % each == 0 and each * held * machine.access_bytes <= HELD_BYTES:
             return threads
     return 0

@@ -92,7 +92,7 @@ class Loops:
     distribution: str = ""
     threads: int = 0  # threads of a block, or in BY_SHORT_ROW of a row; 0 if no pass has chosen a number
     blocks: int = 1  # blocks of a cluster that share a row of known length
-    resident: int = 0  # number of blocks that must fit into the registers of a multiprocessor; 0 if no pass has chosen a number
+    resident: int = 0  # number of blocks whose registers must fit into a multiprocessor; 0 if no pass has chosen a number
     width: int = 1  # consecutive elements per access
     outside: tuple[str, ...] = ()  # inputs that are loaded, and values that are computed, outside of the innermost loop
     prepared: tuple[str, ...] = ()  # inputs and values of `outside` by which the innermost loop divides
@@ -249,7 +249,7 @@ class Loops:
             yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"
         if self.distribution:
             blocks = f" of each of {self.blocks} blocks" if self.blocks > 1 else ""
-            resident = f", {self.resident} blocks per multiprocessor" if self.resident else ""
+            resident = f", {self.resident} block{'s' if self.resident > 1 else ''} per multiprocessor" if self.resident else ""
             yield f"distribute: {self.distribution}" + (f", {self.threads} threads{blocks}{resident}" if self.threads else "")
         if self.width > 1:
             yield f"vectors of {self.width} along {letters[self.along]}"

@@ -1,4 +1,4 @@
-"""Threads access contiguous elements as vectors of at most 16 bytes.
+"""Threads access contiguous elements as vectors of at most `Machine.access_bytes` bytes.
 
     %x: bf16 at i * 4096 + j
 
@@ -14,15 +14,13 @@ from dataclasses import replace
 from hostweave.kernel_ir.loops import ONE, ZERO, Loops, stored
 from hostweave.types.machine import Machine
 
-ACCESS = 16  # bytes per vectorised access
-
 
 def vectorise(loops: Loops, machine: Machine) -> Loops:
     scattered = any(loops.stride(access, loops.along) not in (ZERO, ONE) for access in loops.stores - {stored(loops.transposed)})
     helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # A reduction reads more than it stores.
     if not helpful or scattered or loops.takes_fibers or loops.updates:
         return loops
-    width = ACCESS // max(loops.memory[access].dtype.itemsize for access in loops.packed)
+    width = machine.access_bytes // max(loops.memory[access].dtype.itemsize for access in loops.packed)
     while any(size.is_int and int(size) % width for size in loops.divided()):
         width //= 2
     return replace(loops, width=width)

@@ -1,4 +1,4 @@
-"""Machines of the cost model: speeds of GPUs and of the links between GPUs."""
+"""Machines: speeds of GPUs and of the links between GPUs for the cost model, and limits of GPUs for the schedule of kernels."""
 
 from __future__ import annotations
 
@@ -68,12 +68,13 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of one kind of GPU and of its links. `hostweave calibrate` measures most of the speeds, and writes all speeds as JSON.
+    """Speeds and limits of one kind of GPU, and speeds of its links. `hostweave calibrate` measures most of the speeds, and writes all
+    figures as JSON.
 
     A matmul runs in waves, in which each multiprocessor computes one tile. A wave takes `wave` seconds, plus the time of its floating-point
-    operations at `flops`. `refused` has transports that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks
-    cannot access each other's memory, or "". `no_scales` has unsupported kinds of scales (tensor, row or block) of 8-bit matmuls, each with
-    the reason.
+    operations at `flops`. The passes of `kernel_ir` schedule kernels by the figures from `warp` to `line_bytes`. `refused` has transports
+    that the ranks cannot use, each with the reason. `no_peers` is the reason why ranks cannot access each other's memory, or "".
+    `no_scales` has unsupported kinds of scales (tensor, row or block) of 8-bit matmuls, each with the reason.
     """
 
     name: str
@@ -85,6 +86,12 @@ class Machine:
     links: tuple[Link, ...] = field(repr=False)
     cache: float = 50e6  # bytes of the L2 cache
     unaligned: float = 6.0  # slowdown of 16-bit matmuls if a row is not a multiple of 16 bytes
+    warp: int = 32  # threads
+    block_threads: int = 1024  # maximum threads of a block
+    cluster_blocks: int = 8  # maximum blocks of a cluster
+    registers: int = 2**16  # registers of a multiprocessor, of 4 bytes each
+    access_bytes: int = 16  # maximum bytes that a thread loads or stores at once
+    line_bytes: int = 128  # bytes of a cache line
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
@@ -125,8 +132,8 @@ class Machine:
             machine = Machine(**{**facts, "links": links, "network": network})
             if {link.by for link in links} != set(LINKS) or not all(link.points for link in links):
                 raise ValueError(f"the links are not {', '.join(LINKS)}")
-            if min(machine.multiprocessors, machine.flops, machine.memory) <= 0:
-                raise ValueError("a rate is not above 0")
+            if min(machine.multiprocessors, machine.flops, machine.memory, machine.warp, machine.access_bytes) <= 0:
+                raise ValueError("a figure is not above 0")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             why = f"contains no valid figures of a machine ({error})"
             raise ProgramError(f"{where}: {why}; remove it, and run hostweave calibrate") from None

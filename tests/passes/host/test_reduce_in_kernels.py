@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +69,9 @@ def test_the_blocks_of_a_cluster_share_a_long_row(width: int, row: str, grid: st
     assert f"compute({row}())" in kernel
     assert grid in sources["program.cpp"]
     assert kernel.index("q_ij = row.load(q") < kernel.index("row.reduce")  # The load does not wait for the reduction.
+
+    alone = hw.compile(normed, target="cuda", options=hw.Options(machine=replace(H200, cluster_blocks=1))).sources
+    assert not re.search(r"hw::Grid\{[^}]*, [248]\}", alone["program.cpp"])
 
 
 def test_a_consumer_that_reads_the_block_is_not_fused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from compiled_fusions import random_arrays, tolerance_of
 import hostweave as hw
 from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.types.machine import H200
 
 
 def kernels(function: Any, **specs: Any) -> list[str]:
@@ -44,6 +46,13 @@ def test_a_reduction_to_many_elements_is_not_split() -> None:
     assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", 64]) == ["@sum_y"]
     assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", 32]) == ["@sum_y_rows", "@sum_y"]
     assert kernels(lambda x: hw.sum(x, (0, 1)), x=hw.f32["M", "N", "K"]) == ["@sum_y"]
+
+
+def test_a_larger_machine_splits_reductions_to_more_elements() -> None:
+    sums = hw.fusion(x=hw.f32["M", "N", 64])(lambda x: hw.sum(x, (0, 1)))
+    larger = hw.Options(machine=replace(H200, multiprocessors=2 * H200.multiprocessors))
+    assert "@sum_y_rows" not in hw.compile(sums).host_ir
+    assert "@sum_y_rows" in hw.compile(sums, options=larger).host_ir
 
 
 def test_adjacent_ops_are_fused_with_either_kernel() -> None:

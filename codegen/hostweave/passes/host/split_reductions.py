@@ -22,19 +22,21 @@ from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-MAX_RESULTS = 32  # maximum number of results
+MULTIPROCESSORS_PER_RESULT = 4  # minimum for a split, because the block of a result uses only one multiprocessor
 MIN_ROW = 512  # minimum number of elements of a row
 MIN_ELEMENTS = 1 << 16  # minimum number of elements that are reduced to one result
 
 
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    split = _Split(program)
+    split = _Split(program, options.figures.multiprocessors // MULTIPROCESSORS_PER_RESULT)
     body = split.body(program.body)
     return replaced(program, body=body, kernels=launched(split.kernels.values(), body))
 
 
 class _Split:
-    def __init__(self, program: ir.HostProgram):
+    def __init__(self, program: ir.HostProgram, results: int):
+        """`results` is the maximum number of results of a reduction that is split."""
+        self.results = results
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.taken = names_in(program)
 
@@ -44,7 +46,7 @@ class _Split:
     def instruction(self, i: tree.Instruction) -> tree.Body:
         if i.ranks:
             return (tree.with_bodies(i, self.body),)
-        if not isinstance(i, ir.Launch) or not (kernel := self.kernels.get(i.kernel)) or not (row := _row(kernel)):
+        if not isinstance(i, ir.Launch) or not (kernel := self.kernels.get(i.kernel)) or not (row := _row(kernel, self.results)):
             return (i,)
         first, last = _halves(kernel, row)
         self.kernels |= {first.name: first, last.name: last}
@@ -57,7 +59,7 @@ class _Split:
         )
 
 
-def _row(kernel: ir.Kernel) -> tuple[int, ...]:
+def _row(kernel: ir.Kernel, results: int) -> tuple[int, ...]:
     """The fewest innermost reduced dims that together have enough elements for a thread block. Empty if the kernel is not split."""
     op = kernel.ops[-1]
     if len(kernel.ops) > 1 or not OPS[op.kind].combine or OPS[op.kind].locates:
@@ -68,7 +70,7 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
         count = product(tuple(shape[dim] for dim in dims))
         return count.is_int and int(count) < most
 
-    if not left.is_int or int(left) > MAX_RESULTS or is_less(axes, MIN_ELEMENTS):
+    if not left.is_int or int(left) > results or is_less(axes, MIN_ELEMENTS):
         return ()
     return next((axes[k:] for k in range(len(axes) - 1, 0, -1) if not is_less(axes[k:], MIN_ROW)), ())
 
