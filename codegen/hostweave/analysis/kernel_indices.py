@@ -307,14 +307,9 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # Any thread may send any element of the operand.
         return False
-    products = [op for op in kernel.ops if OPS[op.kind].is_product]
-    operands = {name for op in products for name in op.tensors}
-    if read.name in operands:
+    if any(read.name in op.tensors for op in kernel.products):
         return False
-    if products:  # A matmul kernel reads inputs of other ops only after the products are computed.
-        made = (Parameter(op.result.name, op.result.type) for op in products)
-        inputs = (*(p for p in kernel.inputs if p.name not in operands), *made)
-        kernel = Kernel(kernel.name, inputs, tuple(op for op in kernel.ops if op not in products), kernel.returned)
+    kernel = epilogue(kernel)  # A matmul kernel reads inputs of other ops only after the products are computed.
     try:
         walked, update = iteration(kernel), _update_of(kernel)
     except NotOneKernel:
@@ -325,6 +320,18 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
         return False
     same = walked.indices[read.name] == walked.indices[written.name]
     return same and (not walked.reduced or walked.is_whole(written.name) or not _is_walked_by_all(read.name, kernel, walked))
+
+
+def epilogue(kernel: Kernel) -> Kernel:
+    """The ops of a kernel after its matmuls. The products are the first inputs. Returns a kernel without matmuls unchanged."""
+    products = kernel.products
+    if not products:
+        return kernel
+    made = (Parameter(op.result.name, op.result.type) for op in products)
+    ops = tuple(op for op in kernel.ops if op not in products)
+    used, operands = ({name for op in some for name in op.tensors} for some in (ops, products))
+    others = (p for p in kernel.inputs if p.name in used or p.name not in operands)
+    return Kernel(kernel.name, (*made, *others), ops, kernel.returned)
 
 
 def _is_walked_by_all(read: str, kernel: Kernel, walked: Iteration) -> bool:

@@ -88,6 +88,11 @@ class Kernel:
         """The collective that the kernel computes together with the kernels of other ranks, or None."""
         return next((op for op in self.ops if OPS[op.kind].is_reshard_step), None)
 
+    @cached_property
+    def products(self) -> tuple[Op, ...]:
+        """Matmuls of few rows with one common first operand, before the other ops."""
+        return tuple(op for op in self.ops if OPS[op.kind].is_product)
+
     @property
     def delivered(self) -> BufferType:
         """Type of the result of the collective."""

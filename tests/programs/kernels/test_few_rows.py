@@ -98,6 +98,19 @@ def test_a_result_reuses_the_memory_of_its_operand() -> None:
         expect(shared, arrays, compiled(shared).run(**arrays, ranks=True), exact=True)
 
 
+def test_a_result_reuses_the_memory_of_a_donated_input() -> None:
+    """The ops after the matmuls also read the common operand of the matmuls."""
+
+    @hw.fusion(donate={"r": 0}, x=hw.f32[4, 16], v=hw.f32[16, 16], w=hw.f32[16, 16], r=hw.f32[4, 16])
+    def gated_residual(x, v, w, r):  # type: ignore[no-untyped-def]
+        return x + hw.matmul(x, v) * hw.matmul(x, w) + r
+
+    assert any("_of_few_rows" in kernel.name for kernel in lowered(gated_residual).kernels)
+    arrays = integer_arrays(gated_residual, {}, seed=1)
+    given = arrays | {"r": arrays["r"].copy()}
+    expect(gated_residual, arrays, compiled(gated_residual).run(**given, ranks=True), exact=True)
+
+
 def test_the_rows_of_a_rank_decide() -> None:
     @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["T@dp", 16], v=hw.f32[16, 8], w=hw.f32[16, 8])
     def sharded_rows(x, v, w):  # type: ignore[no-untyped-def]
