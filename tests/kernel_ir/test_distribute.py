@@ -25,6 +25,11 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "a tile more": (lambda x: hw.sum(x, 0), {"x": hw.f32["M", 133 * 32]}, ["+ distribute: a block reduces a tile of columns, 512 threads"]),
     "contiguous fibers": (lambda x: hw.cumsum(x, 1), {"x": hw.f32["M", "N"]}, ["+ distribute: a block processes a fiber"]),
     "fibers that are columns": (lambda x: hw.cumsum(x, 0), {"x": hw.f32["M", "N"]}, ["+ distribute: a thread processes a fiber"]),
+    "matmuls of few rows": (
+        lambda x, v, w: hw.matmul(x, v) * hw.matmul(x, w),
+        {"x": hw.f32[4, 64], "v": hw.f32[64, 64], "w": hw.f32[64, 64]},
+        ["+ distribute: a cluster multiplies a tile of columns, 2 blocks per multiprocessor"],
+    ),
     "fibers to sort": (lambda x: hw.argsort(x, 1), {"x": hw.f32["M", "N"]}, ["+ distribute: a cluster processes a fiber"]),
 }
 

@@ -33,6 +33,10 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "column_sum": (lambda x: hw.sum(x, 0), {"x": hw.bf16["M", 4096]}),
     "argmax": (lambda x: hw.argmax(x, 1), {"x": hw.f32["M", "N"]}),
     "lookup": (lambda ids, table: hw.embedding(ids, table), {"ids": hw.i32["T"], "table": hw.bf16["V", 4096]}),
+    "few_rows": (
+        lambda x, v, w: hw.silu(hw.matmul(x, v)) * hw.matmul(x, w),
+        {"x": hw.bf16[4, 4096], "v": hw.bf16[4096, 14336], "w": hw.bf16[4096, 14336]},
+    ),
     "cumulative": (lambda x: hw.cumsum(x, 1), {"x": hw.f32["M", "N"]}),
     "update": (
         lambda cache, x, at: hw.dynamic_update_slice(cache, x, (0, at, 0)),

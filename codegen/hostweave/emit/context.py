@@ -8,7 +8,7 @@ from hostweave.emit.kernels import C_FUNCTIONS, EmittedKernel, KernelEmitter
 from hostweave.emit.layout import guarded
 from hostweave.emit.names import CppNames
 from hostweave.emit.plans import Products
-from hostweave.emit.products import ProductEmitter, multiplies
+from hostweave.emit.products import ProductEmitter
 from hostweave.emit.structs import Passed, passed_to, structs_of
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
@@ -115,11 +115,8 @@ class ProgramContext:
         """Launch of a kernel for buffers of the given types. Kernels that differ only in names share the definition of the first kernel."""
         if (kernel, buffers) not in self.launches:
             name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
-            emitter = (
-                ProductEmitter(kernel, buffers, self.integers, name)
-                if multiplies(kernel)
-                else KernelEmitter(stages(kernel, buffers, self.machine)[-1][1], self.integers, name)
-            )
+            loops = stages(kernel, buffers, self.machine)[-1][1]
+            emitter = (ProductEmitter if loops.products else KernelEmitter)(loops, self.integers, name)
             if emitter.key not in self.kernels:
                 self.kernels[emitter.key] = emitter.emit()
             shared, note = self.kernels[emitter.key], f"Also for kernel @{kernel.name} of program.hw."

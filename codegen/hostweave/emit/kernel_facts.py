@@ -22,9 +22,6 @@ ARRIVING = {"all_reduce": "Terms", "reduce_scatter": "ScatteredSums", "all_gathe
 class KernelFacts:
     """C++ names, sizes and types of one kernel. Kernels with equal keys share one definition."""
 
-    printer = LoopPrinter
-    own_sizes: tuple[Size, ...] = ()  # sizes of the matmuls at the start of the kernel
-
     def __init__(self, loops: Loops, integers: CppExprPrinter, name: str):
         kernel, buffers = loops.kernel, tuple(loops.memory.values())
         self.ir, self.kernel, self.ops, self.walked, self.name = loops, kernel, kernel.ops, loops.space, name
@@ -37,7 +34,7 @@ class KernelFacts:
         self.names = CppNames((*integers.sizes.values(), name, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
-        self.loops = self.printer(loops, integers, self.names)
+        self.loops = LoopPrinter(loops, integers, self.names)
         self.lies = {**dict(zip(self.inputs, buffers, strict=False)), **{name: loops.memory[stored(name)] for name in self.results}}
         self.uses = Counter(name for op in self.ops for name in self.used(op))
         self.uses.update(name for name in self.results if name in self.uses)
@@ -47,7 +44,7 @@ class KernelFacts:
     @cached_property
     def used_sizes(self) -> tuple[Size, ...]:
         return (
-            *self.own_sizes,
+            *(self.ir.products.sizes if self.ir.products else ()),
             *(size for buffer in self.lies.values() for sizes in self.extent(buffer) for size in sizes),
             *self.kernel.sizes,
             *(size for dim in self.ir.dims for size in (dim.size, *dim.strides)),

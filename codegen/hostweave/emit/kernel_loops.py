@@ -73,17 +73,13 @@ TEMPLATES = {
         "for (const hw::FiberPart {element} : hw::FiberParts{{{count}}})", "hw::grid_of_elements({fibers} * hw::kFiberParts)"
     ),
     ir.BY_BLOCK_FIBERS: _OF_BLOCK_FIBERS,
+    ir.BY_PRODUCTS: Templates("", "hw::grid_of_products({columns}, {depth})", bounds="hw::kProductThreads", closing=");"),
     ir.BY_CLUSTER_FIBERS: replace(_OF_BLOCK_FIBERS, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
 
 
 class LoopPrinter:
     """Prints the loops of a kernel as C++, and names the indices."""
-
-    multiplies = False  # True if the kernel begins with matmuls
-    loop: str  # head of the loop over the kept dims
-    grid: str
-    bounds: str  # arguments of `__launch_bounds__`
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, names: CppNames):
         self.ir, self.templates = loops, TEMPLATES[loops.distribution]
@@ -95,10 +91,9 @@ class LoopPrinter:
         self.closing = self.templates.closing
         self.starts: dict[str, Size] = {}  # dim of an operand of a concat or pad -> first index of this operand in the result
         self.transposed = names.of(loops.transposed, "result") if loops.transposed else ""
-        if not self.multiplies:
-            self.loop = self.text(self.templates.loop)
-            self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
-            self.bounds = self.text(self.templates.bounds) + (f", {loops.resident}" if loops.resident else "")
+        self.loop = self.text(self.templates.loop)
+        self.grid = self.text(self.templates.grid, str(loops.width), named_sizes(loops))
+        self.bounds = self.text(self.templates.bounds) + (f", {loops.resident}" if loops.resident else "")
 
     def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
         """Fills in the placeholders of a template. `width` is the C++ of the vector width. `named` maps sizes to replacements."""
@@ -126,7 +121,8 @@ class LoopPrinter:
             width=width and f"<{width}>",
             more=width and f", {width}",
             rows=size(loops.kept[0].size),
-            columns=size(loops.kept[-1].size),
+            columns=size(loops.products.weights.shape[1] if loops.products else loops.kept[-1].size),
+            depth=size(loops.products.weights.shape[0]) if loops.products else "",
             first=self.names[loops.kept[0]],
             last=self.names[loops.kept[-1]],
             result=self.transposed,

@@ -21,6 +21,7 @@ from hostweave.kernel_ir.loops import (
     BY_COLUMNS,
     BY_FIBER_PARTS,
     BY_FIBERS,
+    BY_PRODUCTS,
     BY_THREAD,
     ONE,
     ZERO,
@@ -31,11 +32,14 @@ from hostweave.types.machine import Machine
 
 TILE = 32  # columns in the tile of a block: hw::kTile
 TILE_THREADS = 512  # threads per tile, if a multiprocessor has several tiles
+PRODUCT_BLOCKS = 2  # blocks per multiprocessor that multiply few rows: hw::blocks_at_once
 
 
 def distribute(loops: Loops, machine: Machine) -> Loops:
     """Chooses the distribution, and the number of threads of a tile. With at most one tile per multiprocessor, a tile gets all threads and
     registers of the multiprocessor."""
+    if loops.products:
+        return replace(loops, distribution=BY_PRODUCTS, resident=PRODUCT_BLOCKS)
     chosen = _of_fibers(loops) if loops.takes_fibers else _of_elements(loops, machine)
     if chosen != BY_COLUMNS:
         return replace(loops, distribution=chosen)

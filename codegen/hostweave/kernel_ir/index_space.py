@@ -11,12 +11,13 @@ becomes
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from hostweave.analysis.kernel_indices import Iteration, iteration, reduced_indices
+from hostweave.analysis.kernel_indices import Iteration, epilogue, iteration, reduced_indices
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER
 from hostweave.host_ir import ir
-from hostweave.kernel_ir.loops import ONE, ZERO, Fiber, LoopDim, Loops, gathers_in_order, index_at, merged, stored
+from hostweave.kernel_ir.loops import ONE, ZERO, FewRows, Fiber, LoopDim, Loops, gathers_in_order, index_at, merged, stored
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, strides_of
 
@@ -26,6 +27,8 @@ Moved = Mapping[str, tuple[int, ...]]  # access -> partly written dims
 def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     """Builds the index space. `buffers` are the types of the inputs, then of the results. Raises NotOneKernel if one kernel cannot compute
     the ops."""
+    if kernel.products:
+        return _after_products(kernel, buffers)
     space = iteration(kernel)
     inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
@@ -41,6 +44,15 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     reduced = merged([dim(index) for index in space.reduced])
     fibers = _fibers(space, memory, moved, (*inputs, *results))
     return Loops(kernel, space, memory, tuple(accesses), fibers, tuple(kept), tuple(reduced))
+
+
+def _after_products(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
+    """Loops of the ops after matmuls of few rows."""
+    end, memory = epilogue(kernel), dict(zip((p.name for p in kernel.inputs), buffers, strict=False))
+    made = (BufferType(op.result.type.dtype, op.result.type.shape) for op in kernel.products)
+    others = (memory[p.name] for p in end.inputs[len(kernel.products) :])
+    loops = index_space(end, (*made, *others, *buffers[len(kernel.inputs) :]))
+    return replace(loops, products=FewRows(kernel, memory))
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:

@@ -25,7 +25,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES
 from hostweave.host_ir import ir
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import BufferType, DType, row_major
+from hostweave.types.tensor import BufferType, DType, row_major, strides_of
 
 ZERO, ONE = Size(0), Size()
 OUTERMOST = "outermost"  # symbol for the outermost size
@@ -42,6 +42,7 @@ BY_FIBERS = "a thread processes a fiber"
 BY_FIBER_PARTS = "threads share a fiber, each with its own elements"
 BY_BLOCK_FIBERS = "a block processes a fiber"
 BY_CLUSTER_FIBERS = "a cluster processes a fiber"
+BY_PRODUCTS = "a cluster multiplies a tile of columns"
 OF_BLOCKS = (BY_BLOCK_FIBERS, BY_CLUSTER_FIBERS)
 ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
@@ -73,6 +74,40 @@ class Walk:
 
 
 @dataclass(frozen=True)
+class FewRows:
+    """Matmuls of few rows at the start of a kernel: one matrix [..., rows, depth] by each matrix of weights [depth, columns].
+
+    `Loops.kernel` has the other ops of `kernel`, and the products as its first inputs. Threads hold the products in registers.
+    """
+
+    kernel: ir.Kernel
+    memory: Mapping[str, BufferType]  # types of the inputs of `kernel`
+
+    @property
+    def rows(self) -> Size:
+        return product(self.memory[self.kernel.products[0].tensors[0]].shape[:-1])
+
+    @property
+    def weights(self) -> BufferType:
+        """Type of each matrix of weights."""
+        return self.memory[self.kernel.products[0].tensors[1]]
+
+    @property
+    def is_transposed(self) -> bool:
+        """True if the columns of the weights are contiguous, not the rows."""
+        return strides_of(self.weights)[1] != ONE
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """Rows, depth, columns, and the number of elements between the contiguous rows or columns of the weights."""
+        return self.rows, *self.weights.shape, strides_of(self.weights)[self.is_transposed]
+
+    def lines(self) -> Iterator[str]:
+        for op in self.kernel.products:
+            yield f"%{op.result.name} = multiply {' by '.join(f'%{name}: {self.memory[name]}' for name in op.tensors)}"
+
+
+@dataclass(frozen=True)
 class Loops:
     """Loops over the kept dims of a kernel and, inside of them, loop nests over the reduced dims.
 
@@ -87,6 +122,7 @@ class Loops:
     fibers: Mapping[str, Fiber]
     kept: tuple[LoopDim, ...]
     reduced: tuple[LoopDim, ...]
+    products: FewRows | None = None  # matmuls before the loops
     outer: Size | None = None
     walks: tuple[Walk, ...] = ()
     distribution: str = ""
@@ -233,6 +269,8 @@ class Loops:
         return "\n".join([f"loops @{self.kernel.name} {{", *(f"  {line}" for line in self.lines()), "}\n"])
 
     def lines(self) -> Iterator[str]:
+        if self.products:
+            yield from self.products.lines()
         letters = self.letters()
         for verb, dims in (("keep", self.kept), ("reduce", self.reduced)):
             if dims:
@@ -249,8 +287,9 @@ class Loops:
             yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"
         if self.distribution:
             blocks = f" of each of {self.blocks} blocks" if self.blocks > 1 else ""
+            threads = f", {self.threads} threads{blocks}" if self.threads else ""
             resident = f", {self.resident} block{'s' if self.resident > 1 else ''} per multiprocessor" if self.resident else ""
-            yield f"distribute: {self.distribution}" + (f", {self.threads} threads{blocks}{resident}" if self.threads else "")
+            yield f"distribute: {self.distribution}{threads}{resident}"
         if self.width > 1:
             yield f"vectors of {self.width} along {letters[self.along]}"
         if hoisted := [name for name in self.outside if name not in self.inputs]:

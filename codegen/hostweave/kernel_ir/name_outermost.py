@@ -21,7 +21,7 @@ from hostweave.types.size import Factor, Size
 
 def name_outermost(loops: Loops, machine: Machine) -> Loops:
     outer, *inner = (dim.size for dim in loops.dims)
-    if len(loops.kept) < 2 or outer.coefficient == 1 or outer.divisor > 1 or outer.is_int:
+    if loops.products or len(loops.kept) < 2 or outer.coefficient == 1 or outer.divisor > 1 or outer.is_int:
         return loops
     if {atom for other in inner for atom in other.atoms} & set(outer.atoms):
         return loops

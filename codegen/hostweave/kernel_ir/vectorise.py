@@ -18,7 +18,7 @@ from hostweave.types.machine import Machine
 def vectorise(loops: Loops, machine: Machine) -> Loops:
     scattered = any(loops.stride(access, loops.along) not in (ZERO, ONE) for access in loops.stores - {stored(loops.transposed)})
     helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # A reduction reads more than it stores.
-    if not helpful or scattered or loops.takes_fibers or loops.updates:
+    if not helpful or scattered or loops.takes_fibers or loops.updates or loops.products:
         return loops
     width = machine.access_bytes // max(loops.memory[access].dtype.itemsize for access in loops.packed)
     while any(size.is_int and int(size) % width for size in loops.divided()):
