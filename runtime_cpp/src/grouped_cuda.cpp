@@ -1,9 +1,9 @@
 #include <cuda.h>
-#include <dlfcn.h>
 
 #include <type_traits>
 
 #include "hostweave/check.h"
+#include "hostweave/driver_function.h"
 #include "hostweave/grouped.h"
 #include "hostweave/grouped_kernels.h"
 #include "hostweave/launch.h"
@@ -97,9 +97,7 @@ Chosen<T> chosen(const GroupedProblem& p) {
 template <class T>
 cudaError_t set_map(TensorMap& map, const void* at, int64_t matrices, int64_t rows, int64_t columns, int64_t stride,
                     int64_t pitch, uint32_t box_rows, T) {
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  static auto* const encode =
-      driver ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+  static auto* const encode = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   static_assert(sizeof(TensorMap) == sizeof(CUtensorMap));
   if (encode == nullptr) return cudaErrorCallRequiresNewerDriver;
   if (rows == 1) pitch = ceil_div(columns, 8) * 8;  // A dim with one element may have any valid stride.

@@ -1,7 +1,6 @@
 // Peer memory on GPUs. Signals are cuStreamBatchMemOp operations on words. The words are in an anonymous file that all ranks of
 // a group map. The process that makes the group's id keeps the file open until all ranks have mapped the file.
 #include <cuda.h>
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -19,6 +18,7 @@
 
 #include "hostweave/background.h"
 #include "hostweave/check.h"
+#include "hostweave/driver_function.h"
 #include "hostweave/errors.h"
 #include "hostweave/peer.h"
 #include "hostweave/reach.h"
@@ -94,9 +94,7 @@ Segment* map_segment(const Maker& maker) {
 }
 
 decltype(cuStreamBatchMemOp)* batch_mem_op() {
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  static auto* const call =
-      driver ? reinterpret_cast<decltype(cuStreamBatchMemOp)*>(dlsym(driver, "cuStreamBatchMemOp_v2")) : nullptr;
+  static auto* const call = driver_function<decltype(cuStreamBatchMemOp)>("cuStreamBatchMemOp_v2");
   return call;
 }
 

@@ -1,5 +1,4 @@
 #include <cuda.h>
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "hostweave/check.h"
+#include "hostweave/driver_function.h"
 #include "hostweave/errors.h"
 #include "hostweave/reach.h"
 #include "hostweave/reached.h"
@@ -17,11 +17,9 @@
 namespace hw {
 namespace {
 
-// Calls a driver function by name, because programs are not linked to the driver.
 template <class Function, class... Args>
 void call_driver(const char* name, const Args&... args) {
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  auto* const call = driver ? reinterpret_cast<Function*>(dlsym(driver, name)) : nullptr;
+  auto* const call = driver_function<Function>(name);
   const CUresult error = call ? call(args...) : CUDA_ERROR_NOT_FOUND;
   if (error) throw ExecutionError(std::string(name) + " has failed with error " + std::to_string(error) + " of the driver");
 }

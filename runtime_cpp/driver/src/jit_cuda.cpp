@@ -1,9 +1,8 @@
-#include <dlfcn.h>
-
 #include <map>
 #include <mutex>
 #include <utility>
 
+#include "hostweave/driver_function.h"
 #include "hostweave/jit.h"
 
 namespace hw {
@@ -12,12 +11,11 @@ namespace {
 // Functions of the driver that load a cubin for all devices. The CUDA runtime has such functions only since 12.8.
 struct Driver {
   using Library = struct CUlib_st*;
-  using LoadData = int (*)(Library*, const void* code, void*, void*, unsigned, void*, void*, unsigned);
-  using GetKernel = int (*)(const void** kernel, Library, const char* name);
+  using LoadData = int(Library*, const void* code, void*, void*, unsigned, void*, void*, unsigned);
+  using GetKernel = int(const void** kernel, Library, const char* name);
 
-  void* driver = dlopen("libcuda.so.1", RTLD_NOW);
-  LoadData load = driver ? reinterpret_cast<LoadData>(dlsym(driver, "cuLibraryLoadData")) : nullptr;
-  GetKernel get = driver ? reinterpret_cast<GetKernel>(dlsym(driver, "cuLibraryGetKernel")) : nullptr;
+  LoadData* load = driver_function<LoadData>("cuLibraryLoadData");
+  GetKernel* get = driver_function<GetKernel>("cuLibraryGetKernel");
 };
 
 }  // namespace

@@ -2,7 +2,6 @@
 //
 // NCCL makes streams wait for values in device memory (cuStreamBatchMemOp), and ncclCommAbort does not end these waits. The graph
 // of a captured wait contains the address of one of the values. Large values in the allocation at that address end all waits.
-#include <dlfcn.h>
 #include <nccl.h>
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && \
     !defined(HOSTWEAVE_CPU_DEVICE)  // Since version 2.32, NCCL can create signals with the communicator.
@@ -20,6 +19,7 @@
 
 #include "hostweave/background.h"
 #include "hostweave/check.h"
+#include "hostweave/driver_function.h"
 #include "hostweave/reach.h"
 #include "target.h"
 
@@ -47,15 +47,9 @@ std::map<ncclComm_t, Signals>& known() {  // guarded by known_mutex
 }
 
 #ifdef HOSTWEAVE_FINDS_SIGNALS
-template <class Function>
-Function* driver_call(const char* name) {
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  return driver ? reinterpret_cast<Function*>(dlsym(driver, name)) : nullptr;
-}
-
 // Address that a wait of the graph reads; 0 if no wait is found.
 CUdeviceptr awaited(cudaGraph_t graph) {
-  static auto* const params_of = driver_call<decltype(cuGraphBatchMemOpNodeGetParams)>("cuGraphBatchMemOpNodeGetParams");
+  static auto* const params_of = driver_function<decltype(cuGraphBatchMemOpNodeGetParams)>("cuGraphBatchMemOpNodeGetParams");
   size_t count = 0;
   if (!params_of || cudaGraphGetNodes(graph, nullptr, &count) != cudaSuccess) return 0;
   std::vector<cudaGraphNode_t> nodes(count);
@@ -91,7 +85,7 @@ void give(const std::vector<Signals>& signals) {
 
 void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
 #ifdef HOSTWEAVE_FINDS_SIGNALS
-  static auto* const range_of = driver_call<CUresult(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange_v2");
+  static auto* const range_of = driver_function<CUresult(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange_v2");
   if (process_group.size < 2 || !range_of || !ncclWaitSignal) return;
   Signals found;
   int least = 0, greatest = 0;

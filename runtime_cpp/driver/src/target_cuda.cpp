@@ -1,5 +1,3 @@
-#include <dlfcn.h>
-
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
@@ -9,6 +7,7 @@
 
 #include "hostweave/background.h"
 #include "hostweave/check.h"
+#include "hostweave/driver_function.h"
 #include "hostweave/errors.h"
 #include "target.h"
 
@@ -67,9 +66,8 @@ const bool kOneParty = false;
 const bool kCopiesBlock = true;
 
 bool is_set_up(int device) {
-  using GetState = int (*)(int device, unsigned* flags, int* active);
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  static const auto get = driver ? reinterpret_cast<GetState>(dlsym(driver, "cuDevicePrimaryCtxGetState")) : nullptr;
+  using GetState = int(int device, unsigned* flags, int* active);
+  static auto* const get = driver_function<GetState>("cuDevicePrimaryCtxGetState");
   unsigned flags = 0;
   int active = 0;
   return get && get(device, &flags, &active) == 0 && active;
@@ -133,12 +131,11 @@ void finish() {}
 namespace hw {
 namespace {
 
-using WaitValue = int (*)(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
+using WaitValue = int(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
 
 // cuStreamWaitValue32 with flags = 0: waits until the value at an address is at least `value`.
-WaitValue wait_value() {
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  static const auto wait = driver ? reinterpret_cast<WaitValue>(dlsym(driver, "cuStreamWaitValue32_v2")) : nullptr;
+WaitValue* wait_value() {
+  static auto* const wait = driver_function<WaitValue>("cuStreamWaitValue32_v2");
   return wait;
 }
 
