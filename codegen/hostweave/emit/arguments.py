@@ -9,7 +9,7 @@ from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter, OperandBuffer
 from hostweave.emit.layout import GuardedStatement, guarded
-from hostweave.emit.meshes import part_value, parts_of
+from hostweave.emit.meshes import parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
 from hostweave.types.size import Atom, LocalSize, Size, Sum
@@ -56,8 +56,9 @@ class _Binding:
     shards: int
     from_global: bool = False  # True if shards may be uneven, or if only some ranks have the tensor
 
-    def lines(self, program: ir.HostProgram, path: str, integers: CppExprPrinter) -> Iterator[str]:
+    def lines(self, program: ir.HostProgram, path: str, context: ProgramContext) -> Iterator[str]:
         """C++ that declares the size and the local sizes derived from it, and checks that the size has the divisors that are needed."""
+        integers = context.integers
         multiple, name = integers.multiples.get(self.name, 1), integers.sizes[self.name]
         local = f"{path}.dim({self.dim})" + (f" * {self.shards}" if self.shards > 1 else "")
         yield f"const int64_t {name} = {f'{path}.global_dim({self.dim}, {self.shards})' if self.from_global else local};"
@@ -65,7 +66,7 @@ class _Binding:
             yield f'hw::expect_divisible("{self.name}", {name}, {multiple});'
         for part in parts_of(program):
             if part.size.name == self.name:
-                yield f"const int64_t {integers.sizes[part]} = {part_value(program, integers, part)};"
+                yield f"const int64_t {integers.sizes[part]} = {context.part_value(part)};"
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
@@ -133,7 +134,7 @@ def argument(
         dtype=CUDA_TYPES[type.dtype.name],
         shape=integers.shape(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.size(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
-        sizes=tuple(line for binding in bindings for line in binding.lines(program, path, integers)),
+        sizes=tuple(line for binding in bindings for line in binding.lines(program, path, emitter.context)),
         again=sum(is_open) > len(bindings) or any(binding.from_global for binding in bindings),
         buffer=replace(buffer, type=type),
         used=parameter.name in emitter.used and parameter.group is None,

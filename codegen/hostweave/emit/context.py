@@ -6,6 +6,7 @@ from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import C_FUNCTIONS, EmittedKernel, KernelEmitter
 from hostweave.emit.layout import guarded
+from hostweave.emit.meshes import rank_in_group
 from hostweave.emit.names import CppNames
 from hostweave.emit.plans import Products
 from hostweave.emit.products import ProductEmitter
@@ -17,7 +18,7 @@ from hostweave.kernel_ir.pipeline import stages
 from hostweave.transports.transport import DEFAULT
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Size
+from hostweave.types.size import FirstIndex, LocalSize, Share, Size
 from hostweave.types.tensor import BufferType
 
 WORKSPACE = "workspace_"
@@ -146,6 +147,17 @@ class ProgramContext:
         if ranks not in self.flags:
             self.flags[ranks] = self.members.of(f"on_{mesh.label}", str(mesh)), mesh
         return self.flags[ranks][0]
+
+    def part_value(self, part: Share) -> str:
+        """C++ of a local size or first index, such as `hw::local_size(M, 8, rank_.index())`. The value is 0 on ranks outside of the part's
+        mesh."""
+        program, function = self.integers.program, "ceil_div"
+        arguments, mesh = [self.integers.size(part.size), str(part.ranks_in(program))], None
+        if isinstance(part, LocalSize):
+            mesh, function = part.mesh, "local_begin" if isinstance(part, FirstIndex) else "local_size"
+            arguments.append(rank_in_group(part.mesh_in(program), part.axes))
+        value = f"hw::{function}({', '.join(arguments)})"
+        return f"{self.flag(mesh)} ? {value} : 0" if mesh else value
 
     def plans_prepared(self) -> str:
         plans = self.plans.items()

@@ -2,7 +2,6 @@
 
 from math import prod
 
-from hostweave.emit.cpp import CppExprPrinter
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import launched
 from hostweave.host_ir.expr import Symbol, leaves
@@ -74,12 +73,3 @@ def part_name(part: Share) -> str:
     first = ("first",) if isinstance(part, FirstIndex) else ()
     along = f"block_{part.ranks}" if isinstance(part, CeilDiv) else "_".join((*first, *part.axes, *on))
     return f"{along}_of_{part.size}" if part.size.is_int else f"{part.size}_{along}"
-
-
-def part_value(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> str:
-    """C++ of a local size or first index, such as `hw::local_size(M, 8, rank_.index())`."""
-    arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
-    if isinstance(part, LocalSize):
-        arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))
-    function = "ceil_div" if isinstance(part, CeilDiv) else "local_begin" if isinstance(part, FirstIndex) else "local_size"
-    return f"hw::{function}({', '.join(arguments)})"

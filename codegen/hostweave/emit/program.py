@@ -11,7 +11,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layout import lay_out
-from hostweave.emit.meshes import RANK, coordinate, membership, part_name, part_value, parts_of
+from hostweave.emit.meshes import RANK, coordinate, membership, part_name, parts_of
 from hostweave.emit.names import CppNames, is_reserved
 from hostweave.emit.structs import Structs
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -96,10 +96,10 @@ class ProgramSources:
         self.taken_over = checks_of([y for y in self.outputs if y.memory], context)  # outputs in donated memory
         self.sizes = tuple(sizes.values())
         # The input that binds a named size declares the parts of the size.
-        parts = {part: (sizes[part], part_value(program, integers, part)) for part in parts_of(flat) if not part.size.name}
+        parts = {part: (sizes[part], context.part_value(part)) for part in parts_of(flat) if not part.size.name}
         self.parts, self.parts_of_sums = ([parts[part] for part in parts if part.size.is_int == fixed] for fixed in (True, False))
         self.has_first_indices = any(isinstance(part, FirstIndex) for part in parts_of(flat))
-        self.has_sizes_of_ranks = any(isinstance(part, LocalSize) and part.mesh for part in parts_of(flat))
+        self.sizes_of_ranks = [sizes[part] for part in parts_of(flat) if isinstance(part, LocalSize) and part.mesh]
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
         workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "cuBLASLt workspace of the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()

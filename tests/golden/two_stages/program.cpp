@@ -15,8 +15,8 @@ Program::Program(hw::Rank& rank)
 
 Sizes Program::check(const Inputs& in) const {
   const int64_t M = in.x.global_dim(0, 2);
-  const int64_t M_x_of_ranks_0_1 = hw::local_size(M, 2, rank_.index());
-  const int64_t M_x_of_ranks_2_3 = hw::local_size(M, 2, rank_.index() - 2);
+  const int64_t M_x_of_ranks_0_1 = on_ranks_0_1_ ? hw::local_size(M, 2, rank_.index()) : 0;
+  const int64_t M_x_of_ranks_2_3 = on_ranks_2_3_ ? hw::local_size(M, 2, rank_.index() - 2) : 0;
   const int64_t K = in.x.global_dim(1, 1);
   const int64_t N = in.w1.global_dim(1, 1);
   if (on_ranks_0_1_) {

@@ -24,8 +24,8 @@ Sizes Program::check(const Inputs& in) const {
   hw::expect_divisible("M", M, 4);
   const int64_t K = in.x.global_dim(1, 1);
   const int64_t N = in.up1.global_dim(1, 2);
-  const int64_t N_x_of_ranks_0_1 = hw::local_size(N, 2, rank_.index());
-  const int64_t N_x_of_ranks_2_3 = hw::local_size(N, 2, rank_.index() - 2);
+  const int64_t N_x_of_ranks_0_1 = on_ranks_0_1_ ? hw::local_size(N, 2, rank_.index()) : 0;
+  const int64_t N_x_of_ranks_2_3 = on_ranks_2_3_ ? hw::local_size(N, 2, rank_.index() - 2) : 0;
   if (on_ranks_0_1_) {
     in.x.expect("x", CUDA_R_16BF, {M, K}, rank_.device(), "bf16[M, K]");
     in.up1.expect("up1", CUDA_R_16BF, {K, N_x_of_ranks_0_1}, rank_.device(), "bf16[K, local(N, x on ranks 0, 1)]");

@@ -37,7 +37,7 @@ struct OutputShapes {
 };
 
 // Sizes that follow from the inputs: global dims, and this rank's local sizes of unevenly sharded dims.
-// A size `of_ranks` has no meaning on other ranks.
+// On other ranks, N_x_of_ranks_0_1 and N_x_of_ranks_2_3 are 0.
 struct Sizes {
   int64_t M;
   int64_t K;
