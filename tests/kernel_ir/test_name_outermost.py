@@ -1,4 +1,4 @@
-"""The pass name_outermost: kernels over `4*B` and over `8*B` rows become equal."""
+"""The pass name_outermost: kernels over `4*B` and over `8*B` rows become equal, and kernels over any number of contiguous elements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "a symbol": (lambda x, b: x + b, {"x": hw.f32["B", "T"], "b": hw.f32["T"]}, []),
     "a number": (lambda x, b: x + b, {"x": hw.f32[8, "T"], "b": hw.f32["T"]}, []),
     "an inner size with the same symbol": (lambda x, b: x + b, {"x": hw.f32["T", 4, "T"], "b": hw.f32["T"]}, []),
-    "one loop": (lambda x: x + 1, {"x": hw.f32["B", 4, "T"]}, []),
+    "contiguous elements": (
+        lambda x, scale: x * scale,
+        {"x": hw.f32["B", 4, "T"], "scale": hw.f32[()]},
+        ["- keep i in 4*B*T", "+ keep i in outermost", "+ outermost = 4*B*T"],
+    ),
+    "a number of elements": (lambda x: x + 1, {"x": hw.f32[8, 32]}, ["- keep i in 256", "+ keep i in outermost", "+ outermost = 256"]),
+    "a number of elements that is not a multiple of all vectors": (lambda x: x + 1, {"x": hw.f32[8, 33]}, []),
+    "elements that are joined": (lambda x, y: hw.concat((x, y)), {"x": hw.f32["M"], "y": hw.f32["M"]}, []),
+    "elements at given indices": (lambda x, at: hw.take(x, at, axis=0), {"x": hw.f32["M"], "at": hw.i32["K"]}, []),
 }
 
 

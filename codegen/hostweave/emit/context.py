@@ -120,9 +120,9 @@ class ProgramContext:
             emitter = (ProductEmitter if loops.products else KernelEmitter)(loops, self.integers, name)
             if emitter.key not in self.kernels:
                 self.kernels[emitter.key] = emitter.emit()
-            shared, note = self.kernels[emitter.key], f"Also for kernel @{kernel.name} of program.hw."
-            if name != shared.name and kernel.name in self.declared and note not in shared.comments:
-                shared.comments += (note,)
+            shared = self.kernels[emitter.key]
+            if name != shared.name and kernel.name in self.declared:
+                shared.others[kernel.name] = None
             sizes = (Size(1, (atom,)).replaced(named_sizes(emitter.ir)) for atom in emitter.atoms)
             self.launches[kernel, buffers] = LaunchedKernel(shared.name, emitter.loops.grid, tuple(sizes))
         return self.launches[kernel, buffers]

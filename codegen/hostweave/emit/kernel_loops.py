@@ -253,9 +253,10 @@ class LoopPrinter:
 
 
 def _with_outermost(loops: Loops, integers: CppExprPrinter, names: CppNames) -> CppExprPrinter:
-    """Printer of sizes. One parameter of the kernel, `rows`, replaces the outermost size and its multiples."""
+    """Printer of sizes. One parameter of the kernel, `rows` or `elements`, replaces the outermost size and its multiples."""
     if not loops.outer:
         return integers
     sizes = list(integers.sizes.items())
-    at = next(i for i, (atom, _) in enumerate(sizes) if atom in loops.outer.atoms)
-    return replace(integers, sizes=dict([*sizes[:at], (OUTERMOST, names.of("rows", OUTERMOST)), *sizes[at:]]))
+    at = next((i for i, (atom, _) in enumerate(sizes) if atom in loops.outer.atoms), len(sizes))
+    name = names.of("rows" if len(loops.dims) > 1 else "elements", OUTERMOST)
+    return replace(integers, sizes=dict([*sizes[:at], (OUTERMOST, name), *sizes[at:]]))

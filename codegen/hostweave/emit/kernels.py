@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hostweave.emit.cpp import CppExprPrinter, Word, accumulator_type, compute_type
 from hostweave.emit.kernel_facts import KernelFacts
 from hostweave.emit.sections import Section
@@ -21,7 +23,8 @@ class EmittedKernel:
 
     def __init__(self, of: KernelEmitter, body: Lines, before: Lines = ()):
         """`before` precedes the declarations of indices."""
-        self.name, self.loops, self.comments = of.name, of.loops, tuple(map(str, of.kernel.ops))
+        self.name, self.loops, self.ops = of.name, of.loops, of.kernel.ops
+        self.others: dict[str, None] = {}  # names of other kernels of program.hw that share this definition
         pointers = (
             *(f"{of.array_of(name)} {of.pointers[name]}" for name in of.inputs),
             *(f"{of.array_of(y)} {at}" for y, at in of.results.items()),
@@ -39,6 +42,12 @@ class EmittedKernel:
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
         if of.kernel.receivers:
             (self.terms,) = of.results.values()
+
+    @property
+    def comments(self) -> Iterator[str]:
+        yield from map(str, self.ops)
+        if self.others:
+            yield f"Also for kernel{'s' * (len(self.others) > 1)} {', '.join(f'@{name}' for name in self.others)} of program.hw."
 
 
 class KernelEmitter(KernelFacts):

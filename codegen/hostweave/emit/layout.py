@@ -64,7 +64,7 @@ def _broken(line: str, indent: str) -> list[str]:
     if len(indent + line) <= COLUMN_LIMIT:
         return [indent + line]
     if line.startswith("//"):
-        return _filled(f"{indent}//", line.split(" ")[1:], f"{indent}//{INDENT if line.startswith('// - ') else ''}")
+        return _filled(f"{indent}//", line.split(" ")[1:], f"{indent}//{INDENT if line.startswith(('// - ', '// %')) else ''}")
     if trailing := re.fullmatch(r"(.*;)  (// .*)", line):
         return [*_broken(trailing[2], indent), *_broken(trailing[1], indent)]
     for head, steps in _HEADS:

@@ -34,9 +34,10 @@ def column_sums(x):
 @pytest.mark.parametrize(
     ("spec", "is_wide", "width"),
     [
-        (hw.bf16["M", 4096], "hw::aligned(a, b, y)", 8),
-        (hw.f32["M", 4096], "hw::aligned(a, b, y)", 4),
-        (hw.bf16["M", "N"], "M * N % 8 == 0 && hw::aligned(a, b, y)", 8),
+        (hw.bf16["M", 4096], "elements % 8 == 0 && hw::aligned(a, b, y)", 8),
+        (hw.f32["M", 4096], "elements % 4 == 0 && hw::aligned(a, b, y)", 4),
+        (hw.bf16["M", "N"], "elements % 8 == 0 && hw::aligned(a, b, y)", 8),
+        (hw.bf16[6, 8], "elements % 8 == 0 && hw::aligned(a, b, y)", 8),
         (hw.bf16[6, 10], "hw::aligned(a, b, y)", 4),
     ],
     ids=str,

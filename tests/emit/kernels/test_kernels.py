@@ -263,6 +263,17 @@ def test_kernels_with_other_differences_are_not_shared(op: str, length: int) -> 
     assert render(turned(op, 2, length))["kernels.cu"].count("__global__") == 2
 
 
+def test_kernels_over_any_number_of_elements_are_shared(target: str) -> None:
+    program = hw.compile(hw.fusion(x=hw.f32[4, 64], y=hw.f32["M", "N"])(lambda x, y: (x + 1, y + 1)), target=target)
+    kernels, host = program.sources["kernels.cu"], program.sources["program.cpp"]
+    assert kernels.count("__global__") == 1
+    assert "// Also for kernel @add_y_kernel of program.hw.\n" in kernels
+    assert [", 256));" in host, ", M * N));" in host] == [True, True]
+    x, y = np.ones((4, 64), np.float32), np.ones((3, 5), np.float32)
+    for result, given in zip(program.run(x, y), (x, y), strict=True):
+        np.testing.assert_array_equal(result, given + 1)
+
+
 def test_kernels_of_many_ops() -> None:
     """One kernel has 400 consecutive ops. Three nested Python calls per op would exceed the recursion limit. The other kernel has 20
     consecutive softmaxes."""

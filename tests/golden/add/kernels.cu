@@ -4,11 +4,11 @@
 namespace programs::add {
 
 // %y: bf16[M/3, N] = add(%a, %b)
-__global__ void add_y(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t M, int64_t N) {
-  HW_TOUCHES(hw::reads(a, M / 3 * N), hw::reads(b, M / 3 * N), hw::writes(y, M / 3 * N));
+__global__ void add_y(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t elements) {
+  HW_TOUCHES(hw::reads(a, elements), hw::reads(b, elements), hw::writes(y, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M / 3 * N)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto a_i = hw::load<kWidth>(a + i);
       const auto b_i = hw::load<kWidth>(b + i);
       hw::Values<hw::bf16, kWidth> y_i;
@@ -19,7 +19,7 @@ __global__ void add_y(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t
       hw::store(y + i, y_i);
     }
   };
-  if (M / 3 * N % 8 == 0 && hw::aligned(a, b, y)) {
+  if (elements % 8 == 0 && hw::aligned(a, b, y)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

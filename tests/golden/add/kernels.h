@@ -5,6 +5,6 @@
 
 namespace programs::add {
 
-__global__ void add_y(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t M, int64_t N);
+__global__ void add_y(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t elements);
 
 }  // namespace programs::add

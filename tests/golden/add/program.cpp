@@ -40,7 +40,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* a_i = a + i * (M / 3 * N);
     const auto* b_i = b + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3 * N);
-    HW_CHECK(hw::launch_pdl(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, a_i, b_i, y_i, M, N));
+    HW_CHECK(hw::launch_pdl(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, a_i, b_i, y_i, M / 3 * N));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -4,11 +4,11 @@
 namespace programs::ag_matmul_pull {
 
 // %h: bf16[M/4, K] = relu(%x)
-__global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t M, int64_t K) {
-  HW_TOUCHES(hw::reads(x, M / 4 * K), hw::writes(h, M / 4 * K));
+__global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t elements) {
+  HW_TOUCHES(hw::reads(x, elements), hw::writes(h, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M / 4 * K)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto x_i = hw::load<kWidth>(x + i);
       hw::Values<hw::bf16, kWidth> h_i;
 #pragma unroll
@@ -19,7 +19,7 @@ __global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t M, int64_t K) {
       hw::store(h + i, h_i);
     }
   };
-  if (M / 4 * K % 8 == 0 && hw::aligned(x, h)) {
+  if (elements % 8 == 0 && hw::aligned(x, h)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

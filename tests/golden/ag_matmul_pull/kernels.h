@@ -5,6 +5,6 @@
 
 namespace programs::ag_matmul_pull {
 
-__global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t M, int64_t K);
+__global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t elements);
 
 }  // namespace programs::ag_matmul_pull

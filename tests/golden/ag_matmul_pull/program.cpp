@@ -53,7 +53,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_with_puts.py:17  h = hw.relu(x).named("h")  # Peers read h in place.
-  HW_CHECK(hw::launch_pdl(relu_h, hw::grid_of_elements<8>(M / 4 * K), caller, x, h_, M, K));
+  HW_CHECK(hw::launch_pdl(relu_h, hw::grid_of_elements<8>(M / 4 * K), caller, x, h_, M / 4 * K));
   // fusions_with_puts.py:18  return hw.matmul(h, w).stream("M", chunks=2 * D, algorithm="put")
   HW_CHECK(puts_.fork(caller));
   {

@@ -5,11 +5,11 @@ namespace programs::epilogues {
 
 // %maximum_s: bf16[M/4, N] = maximum(%s, -1.0)
 // %c: bf16[M/4, N] = minimum(%maximum_s, 1.0)
-__global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N) {
-  HW_TOUCHES(hw::reads(s, M / 4 * N), hw::writes(c, M / 4 * N));
+__global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t elements) {
+  HW_TOUCHES(hw::reads(s, elements), hw::writes(c, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M / 4 * N)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto s_i = hw::load<kWidth>(s + i);
       hw::Values<hw::bf16, kWidth> c_i;
 #pragma unroll
@@ -21,7 +21,7 @@ __global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t M, int
       hw::store(c + i, c_i);
     }
   };
-  if (M / 4 * N % 8 == 0 && hw::aligned(s, c)) {
+  if (elements % 8 == 0 && hw::aligned(s, c)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

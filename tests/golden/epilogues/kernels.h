@@ -5,6 +5,6 @@
 
 namespace programs::epilogues {
 
-__global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N);
+__global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t elements);
 
 }  // namespace programs::epilogues

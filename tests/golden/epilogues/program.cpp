@@ -80,7 +80,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // fusions_beyond_examples.py:90  s = (hw.matmul(x, w) * 0.5 + r).named("s")
   HW_CHECK(plan_s_.multiply(x, w, s, {caller, workspace_}, {.scale = 0.5, .accumulate = r}));
   // fusions_beyond_examples.py:91  return h, s, hw.clip(s, -1, 1).named("c")
-  HW_CHECK(hw::launch_pdl(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, s, c, M, N));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, s, c, M / 4 * N));
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

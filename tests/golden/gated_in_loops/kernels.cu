@@ -6,11 +6,11 @@ namespace programs::gated_in_loops {
 // %maximum_g: bf16[M, local(F, x)] = maximum(%g, -1.0)
 // %minimum_g: bf16[M, local(F, x)] = minimum(%maximum_g, 1.0)
 // %h: bf16[M, local(F, x)] = multiply(%minimum_g, %u)
-__global__ void maximum_minimum_multiply_h(const hw::bf16* g, const hw::bf16* u, hw::bf16* h, int64_t M, int64_t F_x) {
-  HW_TOUCHES(hw::reads(g, M * F_x), hw::reads(u, M * F_x), hw::writes(h, M * F_x));
+__global__ void maximum_minimum_multiply_h(const hw::bf16* g, const hw::bf16* u, hw::bf16* h, int64_t elements) {
+  HW_TOUCHES(hw::reads(g, elements), hw::reads(u, elements), hw::writes(h, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto g_i = hw::load<kWidth>(g + i);
       const auto u_i = hw::load<kWidth>(u + i);
       hw::Values<hw::bf16, kWidth> h_i;
@@ -24,7 +24,7 @@ __global__ void maximum_minimum_multiply_h(const hw::bf16* g, const hw::bf16* u,
       hw::store(h + i, h_i);
     }
   };
-  if (M * F_x % 8 == 0 && hw::aligned(g, u, h)) {
+  if (elements % 8 == 0 && hw::aligned(g, u, h)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

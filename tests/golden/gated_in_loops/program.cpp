@@ -88,7 +88,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   HW_CHECK(ring_.join(caller));
   // fusions_beyond_examples.py:98  h = (hw.clip(g, -1, 1) * u).named("h")
-  HW_CHECK(hw::launch_pdl(maximum_minimum_multiply_h, hw::grid_of_elements<8>(M * F_x), caller, g_, u_, g_, M, F_x));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_multiply_h, hw::grid_of_elements<8>(M * F_x), caller, g_, u_, g_, M * F_x));
   // fusions_beyond_examples.py:99  return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {

@@ -38,11 +38,11 @@ __global__ void concat_y_kv(const hw::bf16* k, const hw::bf16* v, hw::bf16* y_kv
 }
 
 // %y_lse: f32[2, S/4] = fill(value=-inf)
-__global__ void fill_y_lse(float* y_lse, int64_t S) {
-  HW_TOUCHES(hw::writes(y_lse, S / 2));
+__global__ void fill_y_lse(float* y_lse, int64_t elements) {
+  HW_TOUCHES(hw::writes(y_lse, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(S / 2)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       hw::Values<float, kWidth> y_lse_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
@@ -51,7 +51,7 @@ __global__ void fill_y_lse(float* y_lse, int64_t S) {
       hw::store(y_lse + i, y_lse_i);
     }
   };
-  if (S / 2 % 4 == 0 && hw::aligned(y_lse)) {
+  if (elements % 4 == 0 && hw::aligned(y_lse)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());

@@ -101,7 +101,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(plan_y_blocks_not_causal_.attend(q, y_kv_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_blocks_i, 0, 32 * S * sizeof(hw::bf16), stream));
-      HW_CHECK(hw::launch_pdl(fill_y_lse, hw::grid_of_elements<4>(S / 2), stream, y_lse_i, S));
+      HW_CHECK(hw::launch_pdl(fill_y_lse, hw::grid_of_elements<4>(S / 2), stream, y_lse_i, S / 2));
     }
   }
   {

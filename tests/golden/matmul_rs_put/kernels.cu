@@ -12,12 +12,12 @@ namespace programs::matmul_rs_put {
 // %term_6: f32[M/4, N] = add(%term_4, %term_5)
 // %y: bf16[M/4, N] = astype(%term_6)
 __global__ void fused_y(const hw::bf16* matmul_w_own, const hw::bf16* y_landing_0, const hw::bf16* y_landing_1,
-                        const hw::bf16* y_landing_2, hw::bf16* y, int64_t M, int64_t N) {
-  HW_TOUCHES(hw::reads(matmul_w_own, M / 4 * N), hw::reads(y_landing_0, M / 4 * N), hw::reads(y_landing_1, M / 4 * N),
-             hw::reads(y_landing_2, M / 4 * N), hw::writes(y, M / 4 * N));
+                        const hw::bf16* y_landing_2, hw::bf16* y, int64_t elements) {
+  HW_TOUCHES(hw::reads(matmul_w_own, elements), hw::reads(y_landing_0, elements), hw::reads(y_landing_1, elements),
+             hw::reads(y_landing_2, elements), hw::writes(y, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M / 4 * N)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto matmul_w_own_i = hw::load<kWidth>(matmul_w_own + i);
       const auto y_landing_0_i = hw::load<kWidth>(y_landing_0 + i);
       const auto y_landing_1_i = hw::load<kWidth>(y_landing_1 + i);
@@ -33,7 +33,7 @@ __global__ void fused_y(const hw::bf16* matmul_w_own, const hw::bf16* y_landing_
       hw::store(y + i, y_i);
     }
   };
-  if (M / 4 * N % 8 == 0 && hw::aligned(matmul_w_own, y_landing_0, y_landing_1, y_landing_2, y)) {
+  if (elements % 8 == 0 && hw::aligned(matmul_w_own, y_landing_0, y_landing_1, y_landing_2, y)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

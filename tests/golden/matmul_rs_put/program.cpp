@@ -98,7 +98,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y_landing_1 = y_landing_ + M / 4 * N;
   auto* y_landing_2 = y_landing_ + M / 2 * N;
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * N), caller, matmul_w_own, y_landing_, y_landing_1, y_landing_2,
-                          y, M, N));
+                          y, M / 4 * N));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -5,11 +5,11 @@ namespace programs::three_layers {
 
 // %maximum_w_in: bf16[M, local(F, x)] = maximum(%matmul_w_in, -1.0)
 // %h: bf16[M, local(F, x)] = minimum(%maximum_w_in, 1.0)
-__global__ void maximum_minimum_h(const hw::bf16* matmul_w_in, hw::bf16* h, int64_t M, int64_t F_x) {
-  HW_TOUCHES(hw::reads(matmul_w_in, M * F_x), hw::writes(h, M * F_x));
+__global__ void maximum_minimum_h(const hw::bf16* matmul_w_in, hw::bf16* h, int64_t elements) {
+  HW_TOUCHES(hw::reads(matmul_w_in, elements), hw::writes(h, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto matmul_w_in_i = hw::load<kWidth>(matmul_w_in + i);
       hw::Values<hw::bf16, kWidth> h_i;
 #pragma unroll
@@ -21,7 +21,7 @@ __global__ void maximum_minimum_h(const hw::bf16* matmul_w_in, hw::bf16* h, int6
       hw::store(h + i, h_i);
     }
   };
-  if (M * F_x % 8 == 0 && hw::aligned(matmul_w_in, h)) {
+  if (elements % 8 == 0 && hw::aligned(matmul_w_in, h)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

@@ -94,8 +94,8 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
     HW_CHECK(plan_matmul_w_in_.multiply(x_chunk, w_in, matmul_w_in_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, layer_matmul_w_in_, layer_matmul_w_in_, M,
-                          F_x));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, layer_matmul_w_in_, layer_matmul_w_in_,
+                          M * F_x));
   // fusions_beyond_examples.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D) ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {

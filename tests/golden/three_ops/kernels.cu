@@ -4,11 +4,11 @@
 namespace programs::three_ops {
 
 // %a: bf16[M/3, N] = negative(%x)
-__global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N) {
-  HW_TOUCHES(hw::reads(x, M / 3 * N), hw::writes(a, M / 3 * N));
+__global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t elements) {
+  HW_TOUCHES(hw::reads(x, elements), hw::writes(a, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M / 3 * N)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto x_i = hw::load<kWidth>(x + i);
       hw::Values<hw::bf16, kWidth> a_i;
 #pragma unroll
@@ -18,7 +18,7 @@ __global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N)
       hw::store(a + i, a_i);
     }
   };
-  if (M / 3 * N % 8 == 0 && hw::aligned(x, a)) {
+  if (elements % 8 == 0 && hw::aligned(x, a)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());
@@ -26,11 +26,11 @@ __global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N)
 }
 
 // %b: bf16[M, N] = multiply(%a, %x)
-__global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N) {
-  HW_TOUCHES(hw::reads(a, M * N), hw::reads(x, M * N), hw::writes(b, M * N));
+__global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t elements) {
+  HW_TOUCHES(hw::reads(a, elements), hw::reads(x, elements), hw::writes(b, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M * N)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto a_i = hw::load<kWidth>(a + i);
       const auto x_i = hw::load<kWidth>(x + i);
       hw::Values<hw::bf16, kWidth> b_i;
@@ -41,7 +41,7 @@ __global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, in
       hw::store(b + i, b_i);
     }
   };
-  if (M * N % 8 == 0 && hw::aligned(a, x, b)) {
+  if (elements % 8 == 0 && hw::aligned(a, x, b)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());
@@ -49,11 +49,11 @@ __global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, in
 }
 
 // %y: bf16[M/3, N] = add(%b, %x)
-__global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
-  HW_TOUCHES(hw::reads(b, M / 3 * N), hw::reads(x, M / 3 * N), hw::writes(y, M / 3 * N));
+__global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t elements) {
+  HW_TOUCHES(hw::reads(b, elements), hw::reads(x, elements), hw::writes(y, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M / 3 * N)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto b_i = hw::load<kWidth>(b + i);
       const auto x_i = hw::load<kWidth>(x + i);
       hw::Values<hw::bf16, kWidth> y_i;
@@ -64,7 +64,7 @@ __global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t
       hw::store(y + i, y_i);
     }
   };
-  if (M / 3 * N % 8 == 0 && hw::aligned(b, x, y)) {
+  if (elements % 8 == 0 && hw::aligned(b, x, y)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

@@ -5,8 +5,8 @@
 
 namespace programs::three_ops {
 
-__global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N);
-__global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N);
-__global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N);
+__global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t elements);
+__global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t elements);
+__global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t elements);
 
 }  // namespace programs::three_ops

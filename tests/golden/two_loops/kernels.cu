@@ -5,11 +5,11 @@ namespace programs::two_loops {
 
 // %maximum_v: bf16[M, local(F, x)] = maximum(%matmul_v, -1.0)
 // %g: bf16[M, local(F, x)] = minimum(%maximum_v, 1.0)
-__global__ void maximum_minimum_g(const hw::bf16* matmul_v, hw::bf16* g, int64_t M, int64_t F_x) {
-  HW_TOUCHES(hw::reads(matmul_v, M * F_x), hw::writes(g, M * F_x));
+__global__ void maximum_minimum_g(const hw::bf16* matmul_v, hw::bf16* g, int64_t elements) {
+  HW_TOUCHES(hw::reads(matmul_v, elements), hw::writes(g, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto matmul_v_i = hw::load<kWidth>(matmul_v + i);
       hw::Values<hw::bf16, kWidth> g_i;
 #pragma unroll
@@ -21,7 +21,7 @@ __global__ void maximum_minimum_g(const hw::bf16* matmul_v, hw::bf16* g, int64_t
       hw::store(g + i, g_i);
     }
   };
-  if (M * F_x % 8 == 0 && hw::aligned(matmul_v, g)) {
+  if (elements % 8 == 0 && hw::aligned(matmul_v, g)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

@@ -5,11 +5,11 @@ namespace programs::two_ops {
 
 // %h: bf16[M/3, N] = negative(%x)
 // %y: bf16[M/3, N] = multiply(%h, %x)
-__global__ void negative_multiply_y(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N) {
-  HW_TOUCHES(hw::reads(x, M / 3 * N), hw::writes(y, M / 3 * N));
+__global__ void negative_multiply_y(const hw::bf16* x, hw::bf16* y, int64_t elements) {
+  HW_TOUCHES(hw::reads(x, elements), hw::writes(y, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(M / 3 * N)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       const auto x_i = hw::load<kWidth>(x + i);
       hw::Values<hw::bf16, kWidth> y_i;
 #pragma unroll
@@ -21,7 +21,7 @@ __global__ void negative_multiply_y(const hw::bf16* x, hw::bf16* y, int64_t M, i
       hw::store(y + i, y_i);
     }
   };
-  if (M / 3 * N % 8 == 0 && hw::aligned(x, y)) {
+  if (elements % 8 == 0 && hw::aligned(x, y)) {
     compute(hw::Width<8>());
   } else {
     compute(hw::Width<1>());

@@ -5,6 +5,6 @@
 
 namespace programs::two_ops {
 
-__global__ void negative_multiply_y(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N);
+__global__ void negative_multiply_y(const hw::bf16* x, hw::bf16* y, int64_t elements);
 
 }  // namespace programs::two_ops

@@ -40,7 +40,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3 * N);
-    HW_CHECK(hw::launch_pdl(negative_multiply_y, hw::grid_of_elements<8>(M / 3 * N), stream, x_i, y_i, M, N));
+    HW_CHECK(hw::launch_pdl(negative_multiply_y, hw::grid_of_elements<8>(M / 3 * N), stream, x_i, y_i, M / 3 * N));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

@@ -38,11 +38,11 @@ __global__ void concat_y_attention_kv(const hw::bf16* y_keys, const hw::bf16* y_
 }
 
 // %y_attention_lse: f32[4, S/2] = fill(value=-inf)
-__global__ void fill_y_attention_lse(float* y_attention_lse, int64_t S) {
-  HW_TOUCHES(hw::writes(y_attention_lse, 2 * S));
+__global__ void fill_y_attention_lse(float* y_attention_lse, int64_t elements) {
+  HW_TOUCHES(hw::writes(y_attention_lse, elements));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
-    for (int64_t i : hw::over_grid<kWidth>(2 * S)) {
+    for (int64_t i : hw::over_grid<kWidth>(elements)) {
       hw::Values<float, kWidth> y_attention_lse_i;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
@@ -51,7 +51,7 @@ __global__ void fill_y_attention_lse(float* y_attention_lse, int64_t S) {
       hw::store(y_attention_lse + i, y_attention_lse_i);
     }
   };
-  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse)) {
+  if (elements % 4 == 0 && hw::aligned(y_attention_lse)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());

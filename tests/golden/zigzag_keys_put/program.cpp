@@ -109,7 +109,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                                                           stream, {.lse = y_attention_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_attention_blocks_i, 0, 128 * S * sizeof(hw::bf16), stream));
-      HW_CHECK(hw::launch_pdl(fill_y_attention_lse, hw::grid_of_elements<4>(2 * S), stream, y_attention_lse_i, S));
+      HW_CHECK(hw::launch_pdl(fill_y_attention_lse, hw::grid_of_elements<4>(2 * S), stream, y_attention_lse_i, 2 * S));
       const auto* q_half = q + 16 * S;
       auto* y_attention_blocks_half = y_attention_blocks_i + 16 * S;
       auto* y_attention_lse_half_packed = y_attention_lse_half_packed_[i];
