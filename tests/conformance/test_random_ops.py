@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from interpret import interpret
+from kernel_changes import expect_loops_to_parse
 
 import hostweave as hw
 from hostweave.check.check import check
@@ -202,6 +203,7 @@ def test_results_of_every_rank_equal_those_of_numpy(seed: int) -> None:
     host = lower(fusion, hw.Options(transport=draw.choice(["auto", "one_sided"]), overlap=draw.choice(["auto", "off"]), sizes=known))
     assert hw.Fusion.parse(str(fusion)) == fusion
     assert HostProgram.parse(str(host)) == host
+    expect_loops_to_parse(host)
     check(host, fusion=fusion)
     given = given_arrays(fusion, {name: draw.randrange(ROWS, 20) if name in host.uneven else size for name, size in SIZES.items()}, seed)
     results = interpret(host, given)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 from attention_cases import in_zigzag, keys_in_a_loop, trained_in_zigzag
 from fusions_from_files import all_fusions, more_fusions, one_sided_fusions, pipelines
+from kernel_changes import expect_loops_to_parse
 from lowered_fusions import GOLDEN, STAGES, golden
 
 import hostweave as hw
@@ -17,7 +18,6 @@ from hostweave.base.paths import HOST_IR
 from hostweave.emit import render
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
-from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.tensor import bf16
 
@@ -52,8 +52,8 @@ def vocabulary(table: hw.Tensor, ids: hw.Tensor, scores: hw.Tensor) -> tuple[hw.
 COLUMNS = {"weights_by_columns": weights_by_columns, "weights_gradient": weights_gradient, "vocabulary": vocabulary}
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION, **COLUMNS}
 OPTIONS = {
-    "zigzag_keys_put": Options(sizes={"S": 4096}, choices={"@in_zigzag %k_gathered": "put(2)"}),
-    "weights_by_columns": Options(
+    "zigzag_keys_put": hw.Options(sizes={"S": 4096}, choices={"@in_zigzag %k_gathered": "put(2)"}),
+    "weights_by_columns": hw.Options(
         sizes={"M": 4096, "N": 4096, "K": 4096}, choices={f"@weights_by_columns %all_{w}": "put(4)" for w in ("up", "down")}
     ),
 }
@@ -81,7 +81,7 @@ def lowered(request: pytest.FixtureRequest) -> Lowered:
         if not stages or program != next(reversed(stages.values())):
             stages[name] = program
 
-    host = lower(FUSIONS[request.param], OPTIONS.get(request.param, Options()), observe)
+    host = lower(FUSIONS[request.param], OPTIONS.get(request.param, hw.Options()), observe)
     return Lowered(request.param, stages, host)
 
 
@@ -103,9 +103,13 @@ def test_every_stage_parses_back_equal(lowered: Lowered) -> None:
         assert type(stage).parse(str(stage)) == stage
 
 
+def test_loops_of_kernels_parse_back_equal(lowered: Lowered) -> None:
+    expect_loops_to_parse(lowered.host)
+
+
 def test_text_with_loops_compiles_from_there(lowered: Lowered) -> None:
     formed = [stage for stage in lowered.stages.values() if isinstance(stage, Fusion) and any(op.result.stream for op in stage.all_ops)]
-    again = lower(Fusion.parse(str(formed[-1])), OPTIONS.get(lowered.name, Options())) if formed else lowered.host
+    again = lower(Fusion.parse(str(formed[-1])), OPTIONS.get(lowered.name, hw.Options())) if formed else lowered.host
     assert str(again) == str(lowered.host)
 
 
@@ -115,4 +119,4 @@ def test_no_folder_is_left_over() -> None:
 
 def test_a_stage_without_a_file_equals_the_previous_stage() -> None:
     assert golden("add", "insert_reshards") == golden("add", "input")
-    assert golden("add", STAGES[-1]) == str(lower(FUSIONS["add"], Options()))
+    assert golden("add", STAGES[-1]) == str(lower(FUSIONS["add"], hw.Options()))

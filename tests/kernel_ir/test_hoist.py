@@ -15,20 +15,24 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "reductions, and values of reductions": (
         lambda x: hw.softmax(x),
         {"x": hw.f32["M", "N"]},
-        ["+ outside: %max_x, %sum_x, %reciprocal_x"],
+        ["+ outside %max_x, %sum_x, %reciprocal_x"],
     ),
-    "a divisor": (lambda x: x / hw.sum(x, 1, keepdims=True), {"x": hw.f32["M", "N"]}, ["+ outside: %sum_x", "+ prepare %sum_x"]),
+    "a divisor": (lambda x: x / hw.sum(x, 1, keepdims=True), {"x": hw.f32["M", "N"]}, ["+ outside %sum_x", "+ prepare %sum_x"]),
     "a divisor of f64": (
         lambda x: x / hw.sum(x, 1, keepdims=True),
         {"x": hw.f64["M", "N"]},
-        ["+ outside: %sum_x"],
+        ["+ outside %sum_x"],
     ),
     "values of a pointwise kernel that do not change in a vector": (
         lambda x, b: x / (b + 1)[:, None],
         {"x": hw.f32["M", "N"], "b": hw.f32["M"]},
-        ["+ outside: %add_b, %add_b_expanded", "+ prepare %add_b_expanded"],
+        ["+ outside %b, %add_b, %add_b_expanded", "+ prepare %add_b_expanded"],
     ),
-    "an operand of a concat": (lambda x, b: hw.concat([x, b + x], axis=1), {"x": hw.f32["M", 64], "b": hw.f32["M", 1]}, []),
+    "an input, but not an operand of a concat": (
+        lambda x, b: hw.concat([x, b + x], axis=1),
+        {"x": hw.f32["M", 64], "b": hw.f32["M", 1]},
+        ["+ outside %b"],
+    ),
     "values of each element": (lambda x: hw.exp(x) * 2, {"x": hw.f32["M", "N"]}, []),
 }
 

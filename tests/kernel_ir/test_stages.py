@@ -1,7 +1,8 @@
-"""Golden files of kernels: the loops after each pass that changes the loops. `pytest --update-golden` rewrites the files."""
+"""Golden files of kernels: the ops, and the loops after each pass that changes the loops. `pytest --update-golden` rewrites the files."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,14 @@ from kernel_changes import kernel_of
 from lowered_fusions import GOLDEN
 
 import hostweave as hw
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import ParseError, ProgramError
 from hostweave.fusion_ir.ir import Op, Value
+from hostweave.host_ir.text import parse_kernel
 from hostweave.kernel_ir.loops import Loops
 from hostweave.kernel_ir.pipeline import PASSES, stages
+from hostweave.kernel_ir.text import parse_loops
 from hostweave.types.machine import H200, Machine
+from hostweave.types.text import Reader
 
 FOLDER = GOLDEN / "kernels"
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -52,14 +56,56 @@ def stages_of(name: str, machine: Machine = H200) -> list[tuple[str, Loops]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stages_are_golden(name: str, request: pytest.FixtureRequest) -> None:
-    found = stages_of(name)
-    assert found == stages_of(name)
-    text = "".join(f"// {stage}\n{loops}" for stage, loops in found)
+    function, specs = CASES[name]
+    kernel, buffers = kernel_of(function, **specs)
+    found = stages(kernel, buffers, H200)
+    assert found == stages(kernel, buffers, H200)
+    text = "".join([*(f"{line}\n" for line in kernel.lines()), *(f"// {stage}\n{loops}" for stage, loops in found)])
     path = FOLDER / f"{name}.loops"
     if request.config.getoption("--update-golden"):
         FOLDER.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text(), f"{path.name}: run pytest --update-golden and read the difference"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_passes_read_text(name: str) -> None:
+    """The passes turn the text of the loops before them into the text of the loops after them."""
+    ops, *texts = re.split(r"^// (\w+)\n", (FOLDER / f"{name}.loops").read_text(), flags=re.MULTILINE)
+    reader = Reader(ops)
+    reader.expect("kernel")
+    kernel = parse_kernel(reader)
+    wanted = dict(zip(texts[::2], texts[1::2], strict=True))
+    loops = parse_loops(wanted.pop("index_space"), kernel)
+    for apply in PASSES:
+        text = wanted.pop(apply.__name__, str(loops))
+        assert str(apply(loops, H200)) == text
+        loops = parse_loops(text, kernel)
+    assert not wanted
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("loops @fused_y {", "loops @y {", "these are loops of @y, not of @fused_y"),
+        ("at i * 4096 + j", "at k * 4096 + j", "'k' is not a loop index; use one of i, j"),
+        (
+            "a block shares a row",
+            "a block has a row",
+            "unknown distribution 'a block has a row'; use one of: each thread",
+        ),
+        ("reduce %mean_x", "reduce %total", "kernel @fused_y does not compute %total"),
+        ("vectors of 8 along j", "vectors of 8 along i", "expected 'j', found 'i'"),
+        ("hold %x, %weight\n}", "hold %x, %weight\n} }", "expected the end of the text, found '}'"),
+    ],
+)
+def test_wrong_text_is_refused(old: str, new: str, why: str) -> None:
+    function, specs = CASES["rms_norm"]
+    kernel, buffers = kernel_of(function, **specs)
+    text = str(stages(kernel, buffers, H200)[-1][1])
+    assert old in text
+    with pytest.raises(ParseError, match=re.escape(why)):
+        parse_loops(text.replace(old, new, 1), kernel)
 
 
 def test_every_pass_changes_a_kernel_and_no_file_is_left_over() -> None:

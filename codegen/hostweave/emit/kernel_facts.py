@@ -63,7 +63,7 @@ class KernelFacts:
     def key(self) -> tuple[object, ...]:
         """Equal for kernels that differ only in names."""
         values = {name: number for number, name in enumerate((*self.types, *self.ir.accesses))}
-        integers, letters = self.loops.integers, self.ir.letters()
+        integers = self.loops.integers
 
         def of(value: object) -> object:
             return integers.key(value, self.atoms) if isinstance(value, Size) else value
@@ -74,7 +74,7 @@ class KernelFacts:
             attributes = tuple((name, of(value)) for name, value in op.attributes)
             return (op.kind, operands, attributes, op.result.type.dtype, *inside, self.reduces(op))
 
-        dims = tuple(letters[dim] for dim in self.ir.dims)
+        dims = tuple(dim.letter for dim in self.ir.dims)
         walks = tuple(tuple(values[op.result.name] for op in walk.reductions) for walk in self.ir.walks)
         chosen = self.ir.distribution, self.ir.threads, self.ir.blocks, self.ir.width, self.ir.index
         held = tuple(values[name] for name in self.ir.held)

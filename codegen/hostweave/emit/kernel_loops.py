@@ -84,7 +84,7 @@ class LoopPrinter:
     def __init__(self, loops: Loops, integers: CppExprPrinter, names: CppNames):
         self.ir, self.templates = loops, TEMPLATES[loops.distribution]
         self.integers = _with_outermost(loops, integers, names)
-        self.names = {dim: Word(names.of(letter, "index")) for dim, letter in loops.letters().items()}
+        self.names = {dim: Word(names.of(dim.letter, "index")) for dim in loops.dims}
         self.element = self.names[loops.kept[0]] if len(loops.kept) == 1 else Word(names.of("element", "index"))
         self.vector_index = names.of("e", "element of a thread") if loops.width > 1 else ""
         self.row = names.of("row", "shared") if loops.has_rows else ""

@@ -25,7 +25,7 @@ class ProductEmitter(KernelEmitter):
         self.locals = {op.result.name: self.pointers.pop(op.result.name) for op in self.kernel.products}
         self.made, self.inputs = self.kernel.made, [p.name for p in self.kernel.inputs]
         self.types = {**self.types, **self.kernel.types}
-        self.lies = {**self.products.memory, **{name: self.lies[name] for name in self.results}}
+        self.lies = {**self.lies, **self.products.memory}
 
     @cached_property
     def key(self) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ def parse_host(text: str) -> ir.HostProgram:
     """Parses the text of a host program without verification. Raises ParseError if the text is malformed."""
     reader = Reader(text)
     user_kernels = reader.repeated("user_kernel", lambda: parse_user_kernel(reader))
-    kernels = reader.repeated("kernel", lambda: _parse_kernel(reader))
+    kernels = reader.repeated("kernel", lambda: parse_kernel(reader))
     functions = reader.repeated("function", lambda: ir.Function(*_parse_head(reader, "the function"), _parse_body(reader)))
     choices = reader.repeated("choice", lambda: parse_choice(reader))
     reader.expect("host")
@@ -78,7 +78,8 @@ def _parse_pools(reader: Reader, word: str) -> tuple[tuple[str, int], ...]:
     return reader.enclosed(pool) if reader.accept(word) else ()
 
 
-def _parse_kernel(reader: Reader) -> ir.Kernel:
+def parse_kernel(reader: Reader) -> ir.Kernel:
+    """Parses a kernel after the word `kernel`."""
     name, inputs, ops = reader.global_name("a kernel"), _parse_parameters(reader), list[Op]()
     reader.expect("{")
     returned: tuple[str, ...] = ()

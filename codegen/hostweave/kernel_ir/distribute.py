@@ -1,8 +1,8 @@
 """Distributes the iterations of a kernel over clusters, blocks and threads.
 
-    keep i in M
-    reduce j in N
-    %x: f32 at i * N + j
+    keep i in M over x.0
+    reduce j in N over x.1
+    %x: f32[M, N] at i * N + j
 
 gets
 

@@ -5,7 +5,7 @@
 
 gets
 
-    outside: %m, %s, %r
+    outside %m, %s, %r
 
 A thread computes these values once per row. It also computes the reciprocal of a hoisted f32 divisor once. In a pointwise kernel, the
 innermost loop is the loop over a vector. The innermost loop is also this loop if each element of a vector has a separate accumulator. An

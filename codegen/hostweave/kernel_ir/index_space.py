@@ -4,12 +4,13 @@
 
 becomes
 
-    keep i in M
-    reduce j in N
-    %x: f32 at i * N + j
-    %y stored: f32 at i
+    keep i in M over x.0
+    reduce j in N over x.1
+    %x: f32[M, N] at i * N + j
+    %y stored: f32[M] at i
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -34,25 +35,32 @@ def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
     moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}
     accesses = _accesses(kernel, space, memory, moved)
-    order = list(space.sizes)
 
     def dim(index: str) -> LoopDim:
-        strides = tuple(own.get(index, ZERO) for own in accesses.values())
-        return LoopDim(space.sizes[index], strides, order.index(index), (index,))
+        return LoopDim(space.sizes[index], tuple(own.get(index, ZERO) for own in accesses.values()), indices=(index,))
 
     kept = merged([dim(index) for index in space.kept]) or [_one_row(space, inputs, results, accesses)]
     reduced = merged([dim(index) for index in space.reduced])
+    letters = _letters((*kept, *reduced), list(space.sizes))
+    kept, reduced = ([replace(dim, letter=letters[dim]) for dim in dims] for dims in (kept, reduced))
     fibers = _fibers(space, memory, moved, (*inputs, *results))
     return Loops(kernel, space, memory, tuple(accesses), fibers, tuple(kept), tuple(reduced))
+
+
+def _letters(dims: Sequence[LoopDim], order: Sequence[str]) -> dict[LoopDim, str]:
+    """Names of the loop indices, in the order of the index space."""
+    letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
+    return dict(zip(sorted(dims, key=lambda dim: order.index(dim.indices[0]) if dim.indices else 0), letters, strict=False))
 
 
 def _after_products(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
     """Loops of the ops after matmuls of few rows."""
     end, memory = epilogue(kernel), dict(zip((p.name for p in kernel.inputs), buffers, strict=False))
+    operands = {name: memory[name] for op in kernel.products for name in op.tensors}
     made = (BufferType(op.result.type.dtype, op.result.type.shape) for op in kernel.products)
     others = (memory[p.name] for p in end.inputs[len(kernel.products) :])
     loops = index_space(end, (*made, *others, *buffers[len(kernel.inputs) :]))
-    return replace(loops, products=FewRows(kernel, memory))
+    return replace(loops, products=FewRows(kernel, operands))
 
 
 def _one_row(space: Iteration, inputs: Sequence[str], results: Sequence[str], accesses: Iterable[str]) -> LoopDim:

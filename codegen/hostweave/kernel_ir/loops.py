@@ -1,10 +1,10 @@
 """Loop IR of a kernel, between its ops and its C++. Passes fill in the lines one by one:
 
 loops @normed {
-  keep i in M
-  reduce j in 4096
-  %x: bf16 at i * 4096 + j
-  %y stored: bf16 at i * 4096 + j
+  keep i in M over x.0
+  reduce j in 4096 over x.1
+  %x: bf16[M, 4096] at i * 4096 + j
+  %y stored: bf16[M, 4096] at i * 4096 + j
   walk 0: reduce %mean_square
   walk 1: store %y
   distribute: a block shares a row, 128 threads
@@ -14,7 +14,6 @@ loops @normed {
 }
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,10 +38,14 @@ BY_SHORT_ROW = "a part of a warp shares a row"
 BY_TILE = "a block transposes a tile"
 BY_COLUMNS = "a block reduces a tile of columns"
 BY_FIBERS = "a thread processes a fiber"
-BY_FIBER_PARTS = "threads share a fiber, each with its own elements"
+BY_FIBER_PARTS = "threads share the elements of a fiber"
 BY_BLOCK_FIBERS = "a block processes a fiber"
 BY_CLUSTER_FIBERS = "a cluster processes a fiber"
 BY_PRODUCTS = "a cluster multiplies a tile of columns"
+DISTRIBUTIONS = (
+    *(BY_THREAD, BY_BLOCK, BY_ROW, BY_ANY_ROW, BY_SHORT_ROW, BY_TILE, BY_COLUMNS),
+    *(BY_FIBERS, BY_FIBER_PARTS, BY_BLOCK_FIBERS, BY_CLUSTER_FIBERS, BY_PRODUCTS),
+)
 OF_BLOCKS = (BY_BLOCK_FIBERS, BY_CLUSTER_FIBERS)
 ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
@@ -61,8 +64,11 @@ class LoopDim:
 
     size: Size
     strides: tuple[Size, ...]
-    position: int = 0  # determines the order of the index letters
+    letter: str = ""  # name of the loop index; empty if the dim is not a loop of a kernel
     indices: tuple[str, ...] = ()  # indices of the index space that this loop merges
+
+    def __str__(self) -> str:
+        return f"{self.letter} in {self.size}{' over ' if self.indices else ''}{' and '.join(self.indices)}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class FewRows:
     """
 
     kernel: ir.Kernel
-    memory: Mapping[str, BufferType]  # types of the inputs of `kernel`
+    memory: Mapping[str, BufferType]  # types of the operands of the matmuls
 
     @property
     def rows(self) -> Size:
@@ -104,7 +110,7 @@ class FewRows:
 
     def lines(self) -> Iterator[str]:
         for op in self.kernel.products:
-            yield f"%{op.result.name} = multiply {' by '.join(f'%{name}: {self.memory[name]}' for name in op.tensors)}"
+            yield f"%{op.result.name} = multiply {' by '.join(f'%{name}: {_stated(self.memory[name])}' for name in op.tensors)}"
 
 
 @dataclass(frozen=True)
@@ -260,28 +266,22 @@ class Loops:
         """Inputs and values of `outside` that do not change in the loops over the reduced dims."""
         return tuple(name for name in self.outside if not self.space.is_whole(name))
 
-    def letters(self) -> dict[LoopDim, str]:
-        order = sorted(self.dims, key=lambda dim: dim.position)
-        letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
-        return dict(zip(order, letters, strict=False))
-
     def __str__(self) -> str:
         return "\n".join([f"loops @{self.kernel.name} {{", *(f"  {line}" for line in self.lines()), "}\n"])
 
     def lines(self) -> Iterator[str]:
         if self.products:
             yield from self.products.lines()
-        letters = self.letters()
         for verb, dims in (("keep", self.kept), ("reduce", self.reduced)):
             if dims:
-                yield f"{verb} " + ", ".join(f"{letters[dim]} in {dim.size}" for dim in dims)
+                yield f"{verb} {', '.join(map(str, dims))}"
         if self.outer:
             yield f"{OUTERMOST} = {self.outer}"
         for access in self.accesses:
-            terms = [(letters[dim], self.stride(access, dim)) for dim in self.dims if self.stride(access, dim) != ZERO]
+            terms = [(dim.letter, self.stride(access, dim)) for dim in self.dims if self.stride(access, dim) != ZERO]
             offset = " + ".join(index if stride == ONE else f"{index} * {stride}" for index, stride in terms) or "0"
             fiber = f", fiber of {self.fibers[access].size} every {self.fibers[access].stride}" if access in self.fibers else ""
-            yield f"%{access}{f': {self.memory[access].dtype}' if access in self.memory else ''} at {offset}{fiber}"
+            yield f"%{access}{f': {_stated(self.memory[access])}' if access in self.memory else ''} at {offset}{fiber}"
         for number, walk in enumerate(self.walks):
             reduced = [f"reduce {_listed(op.result.name for op in walk.reductions)}"] if walk.reductions else []
             yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"
@@ -291,15 +291,19 @@ class Loops:
             resident = f", {self.resident} block{'s' if self.resident > 1 else ''} per multiprocessor" if self.resident else ""
             yield f"distribute: {self.distribution}{threads}{resident}"
         if self.width > 1:
-            yield f"vectors of {self.width} along {letters[self.along]}"
-        if hoisted := [name for name in self.outside if name not in self.inputs]:
-            yield f"outside: {_listed(hoisted)}"
+            yield f"vectors of {self.width} along {self.along.letter}"
+        if self.outside:
+            yield f"outside {_listed(self.outside)}"
         if self.prepared:
             yield f"prepare {_listed(self.prepared)}"
         if self.held:
             yield f"hold {_listed(self.held)}"
         if self.index != "int64_t":
             yield f"number elements by {self.index}"
+
+
+def _stated(buffer: BufferType) -> str:
+    return f"{buffer} strides [{', '.join(map(str, buffer.strides))}]" if buffer.strides is not None else str(buffer)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -314,7 +318,7 @@ def merged(dims: Sequence[LoopDim]) -> list[LoopDim]:
             continue
         if result and all(wide == dim.size * narrow for wide, narrow in zip(result[-1].strides, dim.strides, strict=True)):
             outer = result.pop()
-            dim = LoopDim(outer.size * dim.size, dim.strides, outer.position, outer.indices + dim.indices)
+            dim = LoopDim(outer.size * dim.size, dim.strides, indices=outer.indices + dim.indices)
         result.append(dim)
     return result
 

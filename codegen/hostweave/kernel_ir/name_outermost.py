@@ -1,13 +1,13 @@
 """Replaces an outermost size such as `4*B` by a parameter. Kernels over `4*B` and over `8*B` rows then become equal.
 
-    keep i in 4*B, j in N
-    %x: f32 at i * N + j
+    keep i in 4*B over x.0, j in N over x.1
+    %x: f32[4*B, N] at i * N + j
 
 becomes
 
-    keep i in outermost, j in N
+    keep i in outermost over x.0, j in N over x.1
     outermost = 4*B
-    %x: f32 at i * N + j
+    %x: f32[4*B, N] at i * N + j
 
 An inner size must not share a symbol with the outermost size. Otherwise a stride could be written with `outermost` or with the symbol.
 

@@ -1,6 +1,6 @@
 """Chooses the integer type of linear element indices: 32 bits if all indices fit, because division is then faster.
 
-    keep i in M, j in 63
+    keep i in M over x.0, j in 63 over x.1
 
 gets
 

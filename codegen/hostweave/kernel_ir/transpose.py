@@ -1,8 +1,8 @@
 """Blocks transpose tiles in shared memory if a result and an operand are contiguous along different dims.
 
-    keep i in M, j in 4096
-    %x: bf16 at i * 4096 + j
-    %y stored: bf16 at i + j * M
+    keep i in M over x.0, j in 4096 over x.1
+    %x: bf16[M, 4096] at i * 4096 + j
+    %y stored: bf16[M, 4096] strides [1, M] at i + j * M
 
 gets
 

@@ -1,6 +1,6 @@
 """Threads access contiguous elements as vectors of at most `Machine.access_bytes` bytes.
 
-    %x: bf16 at i * 4096 + j
+    %x: bf16[M, 4096] at i * 4096 + j
 
 gets
 
