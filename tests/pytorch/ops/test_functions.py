@@ -50,6 +50,8 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "from the end": lambda x, w: torch.narrow(x, 0, -3, 3),
     "to the end": lambda x, w: torch.select(x, 0, -2),
     "einsum of three": lambda x, w: torch.einsum("mk,nk,nl->ml", x, x, x),
+    "a step around the end": lambda x, w: torch.roll(x, 1, 0),
+    "a size as a number": lambda x, w: F.kl_div(x, torch.abs(x), reduction="batchmean"),
     "promoted": lambda x, w: torch.mul(torch.argmax(x, 1), 0.5),
 }
 
@@ -106,14 +108,9 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "shapes": (lambda x, w: torch.matmul(w, x), r"torch.matmul: .* got \[8, 12\] X \[M, 8\]; use hw.matmul"),
     "a diagonal": (lambda x, w: torch.diagonal(x @ x.T), "torch.diagonal: computes with a size that is known only at a call"),
-    "a step around the end": (lambda x, w: torch.roll(x, 1, 0), "torch.roll: computes with a size that is known only at a call"),
     "each row": (lambda x, w: torch.unbind(x), "torch.unbind: the number of results depends on a size that is known only at a call; use x"),
     "groups of rows": (lambda x, w: torch.split(x, 4)[0], "torch.split: the number of results depends on a size"),
     "the number of elements": (lambda x, w: x * torch.numel(x), "torch.numel: computes with a size that is known only at a call"),
-    "a size as a number": (
-        lambda x, w: F.kl_div(x, x, reduction="batchmean"),
-        "computes with a size",
-    ),
 }
 
 
@@ -122,3 +119,14 @@ def test_functions_that_are_refused(function: Callable[[Any, Any], Any], message
     with pytest.raises(ProgramError, match=message) as caught:
         fused(function)
     assert str(caught.value).startswith(Path(__file__).name), caught.value
+
+
+def test_a_branch_on_two_unknown_sizes_is_refused() -> None:
+    def smaller(x: Any, y: Any) -> Any:
+        return F.relu(x) if x.shape[0] < y.shape[0] else F.gelu(x)
+
+    def program(x, y):  # type: ignore[no-untyped-def]
+        return torch.overrides.handle_torch_function(smaller, (x, y), x, y)
+
+    with pytest.raises(ProgramError, match="smaller: computes with a size that is known only at a call"):
+        hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", 8], y=hw.f32["N@x", 8])(program)
