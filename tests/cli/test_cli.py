@@ -18,6 +18,7 @@ from hostweave.build import cache
 from hostweave.cli.demo import repetitions_in
 from hostweave.cli.highlight import has_colours
 from hostweave.cli.main import main
+from hostweave.kernel_ir.pipeline import STAGES as STAGES_OF_KERNELS
 
 SEEDS = EXAMPLES / "seeds.py"
 P2P = f"{SEEDS}:ag_matmul_p2p"
@@ -147,6 +148,17 @@ def test_inspect_shows_one_function(capsys: Captured) -> None:
     mistake = mistake_of(capsys, "inspect", llama, "--after", "input", "--only", "nothing")
     assert mistake == "--only nothing: there is no such function; use one of layer, prefill"
     assert "-  %" in output_of(capsys, "inspect", llama, "--after", "all", "--only", "layer")
+
+
+def test_inspect_shows_the_loops_of_kernels(capsys: Captured) -> None:
+    llama = f"{EXAMPLES / 'llama.py'}:llama"
+    first, last = (output_of(capsys, "inspect", llama, "--after", stage) for stage in ("index_space", "number_elements"))
+    assert re.findall(r"^loops @(\w+) {", first, re.M) == re.findall(r"^loops @(\w+) {", last, re.M)
+    assert "distribute:" not in first
+    one = output_of(capsys, "inspect", llama, "--after", "number_elements", "--only", "dynamic_update_slice_keys")
+    assert one.count("loops @dynamic_update_slice_keys {\n  keep i in ") == 2  # for the two layouts of the written part
+    assert one.count("loops @") == one.count("  distribute: ") == 2
+    assert one in last
 
 
 def test_inspect_shows_the_sources(capsys: Captured) -> None:
@@ -284,7 +296,7 @@ def test_constants_that_cannot_be_set(capsys: Captured) -> None:
 
 
 def test_no_such_pass(capsys: Captured) -> None:
-    stages = ", ".join(STAGES)
+    stages = ", ".join((*STAGES, *STAGES_OF_KERNELS))
     assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: there is no such stage; use one of {stages}, all"
 
 

@@ -56,7 +56,7 @@ def test_no_stage_of_an_example_has_an_error(file: Path) -> None:
 
 
 def test_no_golden_file_has_an_error() -> None:
-    files = sorted(GOLDEN.glob("*/*.hw"))
+    files = sorted([*GOLDEN.glob("*/*.hw"), *GOLDEN.glob("*/*.loops")])
     assert files
     assert not wrong_lines({line: file for file in files for line in file.read_text().splitlines()})
 

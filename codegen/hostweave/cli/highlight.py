@@ -29,8 +29,8 @@ def has_colours() -> bool:
 
 @cache
 def ir_lexer() -> RegexLexer:
-    """Lexer of both IRs. A character that occurs in neither IR becomes an Error token."""
-    declarations = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
+    """Lexer of both IRs and of the loops of kernels. A character that occurs in none of them becomes an Error token."""
+    declarations = ("fusion", "function", "block", "kernel", "host", "user_kernel", "loops", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
     attributes = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")
 
@@ -53,7 +53,7 @@ def ir_lexer() -> RegexLexer:
                 (words((*attributes, "true", "false", "none"), prefix=r"\b", suffix=r"\b"), Keyword),
                 (r"[A-Za-z_]\w*", Name),
                 (r"->|==|!=|<=|>=|\.\.|[-+*/%<>=]", Operator),
-                (r"[(){}\[\],:.]", Punctuation),
+                (r"[(){}\[\],:;.]", Punctuation),
             ]
         }
 

@@ -30,15 +30,17 @@ from hostweave.cli.notes import costly_choices
 from hostweave.cli.programs import load_program
 from hostweave.emit import render
 from hostweave.emit.main import executable_of
+from hostweave.emit.program import ProgramSources
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.size_requirements import MAX_SIZE
+from hostweave.kernel_ir.pipeline import STAGES, stages
 from hostweave.options import OVERLAPS, TRANSPORTS, Options
 from hostweave.pipeline import PASSES, lower
 from hostweave.targets.target import NAMES, find_target
 from hostweave.types.machine import Network
 
-_HEADER = re.compile(r"\w+ @(\w+)\(")  # begins a function, kernel or program in IR text
+_HEADER = re.compile(r"\w+ @(\w+)(?:\(| \{)")  # begins a function, kernel, program or loops in IR text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.", program)
     inspect.add_argument(
-        "--after", metavar="PASS", help="the IR after this pass; 'input' is the IR before all passes, 'all' the changes of each pass"
+        "--after",
+        metavar="PASS",
+        help="the IR after this pass, or the loops of kernels; 'input' is the IR before all passes, 'all' the changes of each pass",
     )
     inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function, kernel or program")
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
@@ -198,7 +202,7 @@ def _inspect(options: argparse.Namespace) -> None:
     program, settings = _load(options)
     seen: list[tuple[str, Fusion | HostProgram]] = []
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
-    stages = [(name, str(stage)) for name, stage in seen]
+    texts = [(name, str(stage)) for name, stage in seen]
     if options.memory:
         print(memory_report(host, _sizes(options.sizes)), end="")
     elif options.after is None:
@@ -210,16 +214,25 @@ def _inspect(options: argparse.Namespace) -> None:
                 show(f"{chr(10) if number else ''}// ==== {path}\n", "cpp")
             show(text, "ir" if path == HOST_IR else "cpp")
     elif options.after == "all":
-        show("\n".join(_changes(_only(stages, options.only))), "ir")
-    elif options.after in dict(stages):
-        show(_only([(options.after, dict(stages)[options.after])], options.only)[0][1], "ir")
+        show("\n".join(_changes(_only(texts, options.only))), "ir")
+    elif options.after in dict(texts):
+        show(_only([(options.after, dict(texts)[options.after])], options.only)[0][1], "ir")
+    elif options.after in STAGES:
+        show(_only([(options.after, _loops(host, settings, options.after))], options.only)[0][1], "ir")
     else:
-        raise HostweaveError(
-            f"--after {options.after}: there is no such stage; use one of input, {', '.join(p.__name__ for p in PASSES)}, all"
-        )
+        known = ("input", *(apply.__name__ for apply in PASSES), *STAGES, "all")
+        raise HostweaveError(f"--after {options.after}: there is no such stage; use one of {', '.join(known)}")
     if fusions := [stage for _, stage in seen if isinstance(stage, Fusion)]:
         for note in costly_choices(fusions[-1], host, _sizes(options.sizes)):
             print(f"note: {note}", file=sys.stderr)
+
+
+def _loops(host: HostProgram, settings: Options, stage: str) -> str:
+    """Text of the loops of all kernels after a pass of kernels."""
+    passed = STAGES[: STAGES.index(stage) + 1]
+    launches = ProgramSources(host, settings.figures).context.launches
+    found = (dict(stages(kernel, buffers, settings.figures)) for kernel, buffers in launches)
+    return "".join(dict.fromkeys(str(next(loops[name] for name in reversed(passed) if name in loops)) for loops in found))
 
 
 def _timeline(options: argparse.Namespace) -> None:
@@ -259,8 +272,15 @@ def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple
     """Reduces each stage to the function, kernel or program `name`, unless `name` is None."""
     if name is None:
         return stages
-    split = [(stage, re.split(rf"^(?={_HEADER.pattern})", whole, flags=re.M)) for stage, whole in stages]
-    parts = [(stage, {found[1]: text for text in texts if (found := _HEADER.match(text))}) for stage, texts in split]
+
+    def named(whole: str) -> dict[str, str]:
+        texts: dict[str, str] = {}
+        for text in re.split(rf"^(?={_HEADER.pattern})", whole, flags=re.M):
+            if found := _HEADER.match(text):
+                texts[found[1]] = texts.get(found[1], "") + text  # A kernel has loops for each layout of its buffers.
+        return texts
+
+    parts = [(stage, named(whole)) for stage, whole in stages]
     _one_of({known: text for _, functions in parts for known, text in functions.items()}, name, "function")
     return [(stage, functions.get(name, "")) for stage, functions in parts]
 

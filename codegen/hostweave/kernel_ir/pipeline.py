@@ -29,6 +29,8 @@ PASSES: tuple[Callable[[Loops, Machine], Loops], ...] = (
     number_elements,
 )
 
+STAGES = (index_space.__name__, *(apply.__name__ for apply in PASSES))
+
 
 def stages(kernel: ir.Kernel, buffers: Sequence[BufferType], machine: Machine) -> list[tuple[str, Loops]]:
     """The index space, then the loops after each pass that changes them, each with the name of the pass. `buffers` are the types of the
