@@ -102,10 +102,10 @@ def text_of(name: str, ranks: int) -> str:
 
 
 def _bare(program: Any, calls: str) -> Any:
-    """A program whose `run` contains only `calls`."""
+    """A program whose `enqueue` contains only `calls`."""
     source = program.sources["program.cpp"]
-    begin = source.index("void Program::run(")
-    body = f"""void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {{
+    begin = source.index("void Program::enqueue(")
+    body = f"""void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {{
   const auto* x = in.x.as<uint8_t>();
   auto* y = out.y.as<uint8_t>();
   [[maybe_unused]] const int64_t N = prepared_->N;

@@ -81,7 +81,7 @@ def _bound_weights(target: str) -> None:
 def _llama() -> None:
     """Times of a decode step of all layers of Llama 8B.
 
-    The baseline is the generated C++ function `run` without Python. Library calls take most of the time of `run`.
+    The baseline is the generated C++ function `enqueue` without Python. Library calls take most of its time.
     """
     import torch
 

@@ -30,7 +30,8 @@ bool blocks = false;  // true if the silent rank also blocks until its channel i
 struct Pass {
   hw::Rank& rank;
 
-  void run(const hw::Tensor& x, const hw::Tensor& y, cudaStream_t caller) {
+  static hw::Shape prepare(const hw::Shape& x) { return x == hw::Shape{kCount} ? x : throw hw::ArgumentError("a wrong shape"); }
+  void enqueue(const hw::Tensor& x, const hw::Tensor& y, cudaStream_t caller) {
     const hw::Channel& channel = rank.channel("mesh(x=3)", "x", kRanks);
     const int me = static_cast<int>(rank.index());
     HW_CHECK(ncclGroupStart());
@@ -43,21 +44,22 @@ struct Pass {
 
 constexpr hw::Axis kAxes[] = {{"x", kRanks}};
 constexpr hw::MeshChannel kChannels[] = {{"x"}};
-const hw::ProgramTable kProgram{.abi = hw::kAbi,
-                                .name = "pass",
-                                .mesh = "mesh(x=3)",
-                                .world = kRanks,
-                                .axes = kAxes,
-                                .channels = kChannels,
-                                .submesh_channels = {},
-                                .calls = {.inputs = {1, [](hw::Tensor*) {}},
-                                          .outputs = {1, [](hw::Tensor*) {}},
-                                          .create = [](hw::Rank& rank) -> void* { return new Pass{rank}; },
-                                          .destroy = [](void* program) { delete static_cast<Pass*>(program); },
-                                          .prepare = [](void*, const hw::Tensor* x, hw::Shape* y) { *y = x->shape; },
-                                          .run = [](void* program, const hw::Tensor* x, const hw::Tensor* y,
-                                                    cudaStream_t caller) { static_cast<Pass*>(program)->run(*x, *y, caller); },
-                                          .arena = [](void*, size_t, size_t* bytes) -> void* { return *bytes = 0, nullptr; }}};
+const hw::ProgramTable kProgram{
+    .abi = hw::kAbi,
+    .name = "pass",
+    .mesh = "mesh(x=3)",
+    .world = kRanks,
+    .axes = kAxes,
+    .channels = kChannels,
+    .submesh_channels = {},
+    .calls = {.inputs = {1, [](hw::Tensor*) {}},
+              .outputs = {1, [](hw::Tensor*) {}},
+              .create = [](hw::Rank& rank) -> void* { return new Pass{rank}; },
+              .destroy = [](void* program) { delete static_cast<Pass*>(program); },
+              .prepare = [](void*, const hw::Tensor* x, hw::Shape* y) { *y = Pass::prepare(x->shape); },
+              .enqueue = [](void* program, const hw::Tensor* x, const hw::Tensor* y,
+                            cudaStream_t caller) { static_cast<Pass*>(program)->enqueue(*x, *y, caller); },
+              .arena = [](void*, size_t, size_t* bytes) -> void* { return *bytes = 0, nullptr; }}};
 
 // Instances of the program on all ranks.
 struct Ranks {
@@ -78,7 +80,7 @@ struct Ranks {
     const auto make = [&](int r) {
       members[r]->connect(kProgram, ids, 10);
       instances[r] = std::make_unique<hw::Instance>(*members[r], kProgram);
-      instances[r]->prepare({{hw::Shape{1, {kCount}}, {}}}, nullptr);
+      prepare(r, kCount);
       staged[r] = std::make_unique<hw::StagedCalls>(*instances[r]);
     };
     for (const std::string& error : each(make)) EXPECT(error.empty());
@@ -105,6 +107,8 @@ struct Ranks {
     for (std::thread& thread : threads) thread.join();
     return errors;
   }
+
+  void prepare(int rank, int64_t count) { instances[rank]->prepare({{.shape = {count}, .global_shape = {}}}, nullptr); }
 
   double waiting(int rank) { return instances[rank]->progress().waiting_seconds; }
 
@@ -169,6 +173,18 @@ TEST(ranks_that_have_graphs_can_be_given_up) {
   const auto begun = std::chrono::steady_clock::now();
   ranks.abort();
   EXPECT(std::chrono::steady_clock::now() - begun < 5s);
+}
+
+// Calls do not check tensors, so an error in `prepare` must prevent them.
+TEST(a_program_is_prepared_again_after_an_error) {
+  Ranks ranks;
+  float at = 0;
+  const auto prepare = [&](int64_t count) { return ranks.each([&, count](int r) { ranks.prepare(r, count); }); };
+  const auto capture = [&] { return ranks.each([&](int r) { ranks.instances[r]->capture({{std::nullopt}}, {&at}, {&at}); }); };
+  for (const std::string& error : prepare(kCount + 1)) EXPECT(error == "a wrong shape");
+  for (const std::string& error : capture()) EXPECT_IN("not prepared", error);
+  for (const std::string& error : prepare(kCount)) EXPECT(error.empty());
+  for (const std::string& error : capture()) EXPECT(error.empty());
 }
 
 // Inputs are not copied between two calls, because such a copy could deadlock with copies of other ranks.

@@ -41,7 +41,7 @@ OutputShapes Program::prepare(const Inputs& in) {
   return {{in.x.dim(0), in.w.dim(1)}};
 }
 
-void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t m = in.x.dim(0) / kChunks, k = in.x.dim(1), n = in.w.dim(1);
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

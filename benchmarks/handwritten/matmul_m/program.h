@@ -29,7 +29,7 @@ class Program {
  public:
   explicit Program(hw::Rank&);
   OutputShapes prepare(const Inputs& in);
-  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+  void enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller);
   const hw::Arena& arena() const { return arena_; }
 
  private:

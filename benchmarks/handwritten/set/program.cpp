@@ -20,7 +20,7 @@ Program::Program(hw::Rank&) {
   }
 }
 
-void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t elements = in.x.dim(0) / kChunks * in.x.dim(1);
   const auto* x = in.x.as<hw::bf16>();
   auto* y = out.y.as<hw::bf16>();

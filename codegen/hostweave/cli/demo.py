@@ -54,9 +54,9 @@ def demo(name: str, ranks: int, target: str | None) -> int:
 
 
 def enqueued(source: str) -> str:
-    """The lines of the C++ function `run` that enqueue work, without indentation."""
-    run = source.partition("void Program::run(")[2].partition("\n}\n")[0]
-    lines = run.partition("arena_.begin_call(caller));\n")[2].rpartition("  HW_CHECK(arena_.end_call(")[0]
+    """The lines of the C++ function `enqueue` that enqueue work, without indentation."""
+    body = source.partition("void Program::enqueue(")[2].partition("\n}\n")[0]
+    lines = body.partition("arena_.begin_call(caller));\n")[2].rpartition("  HW_CHECK(arena_.end_call(")[0]
     return textwrap.dedent(lines)
 
 

@@ -92,9 +92,12 @@ class ProgramSources:
         self.inputs = inputs_of(flat, emitter)
         self.checks = checks_of(self.inputs, context)
         self.outputs = tuple(argument(program, p, emitter, {*sizes, *depths}) for p in program.outputs)
-        self.checks_of_outputs = checks_of([y for y in self.outputs if not y.memory], context)
+        new_outputs = [y for y in self.outputs if not y.memory]
+        self.checks_of_outputs = checks_of(new_outputs, context)
         self.taken_over = checks_of([y for y in self.outputs if y.memory], context)  # outputs in donated memory
         self.sizes = tuple(sizes.values())
+        self.sizes_of_outputs = self.sizes if any(not size.is_int for y in new_outputs for size in y.buffer.type.shape) else ()
+        self.sizes_of_body = self.sizes if used & {*self.sizes} else ()
         # The input that binds a named size declares the parts of the size.
         parts = {part: (sizes[part], context.part_value(part)) for part in parts_of(flat) if not part.size.name}
         self.parts, self.parts_of_sums = ([parts[part] for part in parts if part.size.is_int == fixed] for fixed in (True, False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from numbers import Number
 
 from hostweave.base.errors import ArgumentError, SizeError, did_you_mean
@@ -67,6 +68,8 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
         elif dtype != type_.dtype:
             remedy = f"cast it, or compile for {dtype}"
         raise ArgumentError(f"{mismatch}; {remedy}")
+    if library.address(array) == 0 and prod(shape):
+        raise ArgumentError(f"{program}: {name}: the data pointer is null, but the array has elements; pass an array with memory")
     try:
         target.expect_device(library.device(array))
     except TypeError as error:

@@ -42,7 +42,7 @@ _run_lock = reset_after_fork(threading.Lock())  # held while a program runs on a
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of a call on a rank: host time of the C++ function `run`, and device time from the first work to the last."""
+    """Times of a call on a rank: host time of the C++ function `enqueue`, and device time from the first work to the last."""
 
     enqueue_us: float
     total_ms: float

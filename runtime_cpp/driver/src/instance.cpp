@@ -138,6 +138,7 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
     throw CaptureError(
         "the stream is being captured, and the program is not prepared for arrays of these shapes; call it once before");
   }
+  shapes_.reset();  // stays empty if an error follows
   std::vector<Shape> outputs(outputs_.size());
   for (size_t i = 0; i < inputs_.size(); ++i) {
     inputs_[i].data = this;  // not accessed; replaces the pointer of an earlier call, which may be null
@@ -173,6 +174,7 @@ void Table::fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors)
 }
 
 void Instance::take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs) {
+  expect_prepared(shapes_ != nullptr);
   table.fill(inputs, inputs_);
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].data = outputs[i];
 }
@@ -195,7 +197,7 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
 
 void Instance::enqueue(cudaStream_t caller, bool is_marked) {
   const CallLog::Adding adding(progress_->log, caller, is_marked);
-  program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+  program_.calls.enqueue(instance_, inputs_.data(), outputs_.data(), caller);
 }
 
 void Instance::launch(const Graph& graph, cudaStream_t caller) const {
@@ -247,7 +249,7 @@ void Instance::enqueue_captured(cudaStream_t caller) {
     progress_->pulse.begin(caller);
     const CallLog::Adding adding(progress_->log, caller, marks_graphs_);
     progress_->log.begins_launch();
-    program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    program_.calls.enqueue(instance_, inputs_.data(), outputs_.data(), caller);
     progress_->log.ends_launch();
     progress_->pulse.end(caller);
   });

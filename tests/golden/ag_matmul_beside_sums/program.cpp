@@ -45,7 +45,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   out.y.expect("y", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
   out.s.expect("s", CUDA_R_16BF, {K}, rank_.device(), "bf16[K]");
   out.t.expect("t", CUDA_R_16BF, {L}, rank_.device(), "bf16[L]");
+  enqueue(in, out, caller);
+}
 
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const auto [M, K, N, L] = *prepared_;
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();
   const auto* v = in.v.as<hw::bf16>();

@@ -48,7 +48,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   out.h.expect("h", CUDA_R_16BF, {M, N}, rank_.device(), "bf16[M, N]");
   out.s.expect("s", CUDA_R_16BF, {M / 4, N}, rank_.device(), "bf16[M/4, N]");
   out.c.expect("c", CUDA_R_16BF, {M / 4, N}, rank_.device(), "bf16[M/4, N]");
+  enqueue(in, out, caller);
+}
 
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const auto [M, K, N] = *prepared_;
   const auto* x = in.x.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();
   const auto* b = in.b.as<hw::bf16>();

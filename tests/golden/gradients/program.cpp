@@ -48,7 +48,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   out.dx.expect("dx", CUDA_R_16BF, {T_x, K}, rank_.device(), "bf16[local(T, x), K]");
   out.dw.expect("dw", CUDA_R_16BF, {K, N}, rank_.device(), "bf16[K, N]");
   out.db.expect("db", CUDA_R_16BF, {N}, rank_.device(), "bf16[N]");
+  enqueue(in, out, caller);
+}
 
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const auto [T, K, N, T_x] = *prepared_;
   const auto* x = in.x.as<hw::bf16>();
   const auto* dy = in.dy.as<hw::bf16>();
   const auto* w = in.w.as<hw::bf16>();

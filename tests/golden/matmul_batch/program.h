@@ -49,9 +49,11 @@ class Program {
   // before any rank runs. Throws hw::ArgumentError if an input has the wrong dtype, shape or device. Throws hw::ExecutionError if
   // memory is short or a library has no plan for the shapes.
   OutputShapes prepare(const Inputs& in);
-  // Enqueues the program after earlier work on stream `caller`. Throws hw::ArgumentError if a tensor is wrong, and
-  // hw::ExecutionError if the sizes differ from those of the last `prepare`.
+  // Checks the tensors, and enqueues the program after earlier work on stream `caller`. Throws hw::ArgumentError if a tensor is
+  // wrong, and hw::ExecutionError if the sizes differ from those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+  // Like `run`, for tensors that are checked already: an earlier `run` has checked them, and `prepare` was not called since.
+  void enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }
 

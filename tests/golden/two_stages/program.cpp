@@ -52,7 +52,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = *prepared_;
   if (on_ranks_2_3_) out.y.expect("y", CUDA_R_16BF, {M_x_of_ranks_2_3, K}, rank_.device(), "bf16[local(M, x on ranks 2, 3), K]");
+  enqueue(in, out, caller);
+}
 
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = *prepared_;
   const auto* x = in.x.as<hw::bf16>();
   const auto* w1 = in.w1.as<hw::bf16>();
   const auto* w2 = in.w2.as<hw::bf16>();

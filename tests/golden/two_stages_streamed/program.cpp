@@ -70,7 +70,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = *prepared_;
   if (on_ranks_2_3_) out.y.expect("y", CUDA_R_16BF, {M, K}, rank_.device(), "bf16[M, K]");
+  enqueue(in, out, caller);
+}
 
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = *prepared_;
   const auto* x = in.x.as<hw::bf16>();
   const auto* up1 = in.up1.as<hw::bf16>();
   const auto* down1 = in.down1.as<hw::bf16>();

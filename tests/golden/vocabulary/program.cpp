@@ -39,7 +39,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const auto [V, D, T, S, V_tp, T_tp, V_first_tp, T_first_tp] = *prepared_;
   out.table_taken.expect("table_taken", CUDA_R_16BF, {T, D}, rank_.device(), "bf16[T, D]");
   out.where_is_past.expect("where_is_past", CUDA_R_32F, {T_tp, S}, rank_.device(), "f32[local(T, tp), S]");
+  enqueue(in, out, caller);
+}
 
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const auto [V, D, T, S, V_tp, T_tp, V_first_tp, T_first_tp] = *prepared_;
   const auto* table = in.table.as<hw::bf16>();
   const auto* ids = in.ids.as<int32_t>();
   const auto* scores = in.scores.as<float>();

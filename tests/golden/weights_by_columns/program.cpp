@@ -49,7 +49,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_dp] = *prepared_;
   out.y.expect("y", CUDA_R_16BF, {M_dp, K}, rank_.device(), "bf16[local(M, dp), K]");
+  enqueue(in, out, caller);
+}
 
+void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const auto [M, K, N, M_dp] = *prepared_;
   const auto* x = in.x.as<hw::bf16>();
   const auto* up = in.up.as<hw::bf16>();
   const auto* down = in.down.as<hw::bf16>();

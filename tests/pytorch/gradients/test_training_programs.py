@@ -272,7 +272,7 @@ def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
         for mine, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
         sources = [one.sources["program.cpp"] for one in (compiled.program, compiled.backward)]
-        runs = [re.search(r"void Program::run\(.*?\n}\n", source, re.DOTALL)[0] for source in sources]  # type: ignore[index]
+        runs = [re.search(r"void Program::enqueue\(.*?\n}\n", source, re.DOTALL)[0] for source in sources]  # type: ignore[index]
         lines.add(tuple(run.count("\n") for run in runs))
         assert all(run.count(f"for (int64_t i = 0; i < {count - 1}; ++i) {{") == 1 for run in runs)
         assert re.search(rf"out\.\w+\[{count - 2} - i\]", runs[1])

@@ -12,9 +12,12 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.runtime.arrays import ForeignBuffer
+from hostweave.targets.target import CPU_DEVICE
 
 RANDOM = np.random.default_rng(0)
 X, W, B = (RANDOM.integers(-4, 5, shape).astype(np.float32) for shape in ((12, 8), (8, 12), (12,)))
+NOWHERE = ForeignBuffer(0, (12,), hw.f32, CPU_DEVICE)
 
 
 def affine_on(ranks: int) -> hw.Program:
@@ -59,6 +62,8 @@ def test_every_call_uses_the_bound_inputs(ranks: int) -> None:
             np.testing.assert_array_equal(others(x), own(2 * (X @ W) + scale * B, rank, ranks, 0))
             np.testing.assert_array_equal(program(x, w, b=b), want)
             np.testing.assert_array_equal(mine(x[:1]), want[:1])
+        with pytest.raises(ArgumentError, match="affine: b: the data pointer is null"):
+            program(x, w, NOWHERE)
         with pytest.raises(ArgumentError, match="out=: y and b overlap in memory"):
             program.bind(b=(shared := np.zeros(12 * len(x), np.float32))[:12])(x, w, out=shared.reshape(len(x), 12))
         np.testing.assert_array_equal(mine(x), want)
@@ -91,6 +96,7 @@ MISTAKES: dict[str, tuple[Callable[[hw.Program], Any], str]] = {
     "replicated size": (lambda p: p.bind(b=B[:6]), r"affine: bind: b: dim 0 is 6; it must be 12; pass an array of type f32\[12\]"),
     "dims": (lambda p: p.bind(b=W), r"affine: bind: b: expected f32\[12\], got f32\[8, 12\]; pass an array of 1 dims"),
     "dtype": (lambda p: p.bind(b=B.astype(np.float64)), r"affine: bind: b: expected f32\[12\], got f64\[12\]; cast it"),
+    "no memory": (lambda p: p.bind(b=NOWHERE), "affine: bind: b: the data pointer is null, but the array has elements; pass an array with"),
     "no array": (lambda p: p.bind(b=[1.0] * 12), "affine: bind: b: expected an array, got list; pass a NumPy"),
     "layout": (lambda p: p.bind(w=_torch().eye(8, 12).to_sparse()), r"affine: bind: w: its layout is torch.sparse_coo; call .to_dense\(\)"),
     "grad": (lambda p: p.bind(b=_torch().ones(12, requires_grad=True)), r"affine: bind: b: requires grad, but programs have no gradients"),

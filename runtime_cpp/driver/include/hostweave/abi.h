@@ -70,9 +70,9 @@ struct Calls {
   // Checks dtypes and sizes of the inputs, allocates memory, prepares the plans, and returns the local output shapes. Every rank
   // prepares before any rank runs.
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
-  // Enqueues the program, ordered with the work on `caller`. The inputs have the prepared shapes.
-  void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
-  // begin_call and end_call enclose the work of a call on `caller`; see CallOrder. `run` calls both. The driver
+  // Enqueues the program, ordered with the work on `caller`. The tensors have the prepared dtypes and shapes, and memory.
+  void (*enqueue)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
+  // begin_call and end_call enclose the work of a call on `caller`; see CallOrder. `enqueue` calls both. The driver
   // calls both around a graph launch.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
   cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
@@ -120,8 +120,8 @@ struct CallsOf {
     const OutputShapes shapes = static_cast<Program*>(program)->prepare(named<Inputs>(inputs));
     if constexpr (!std::is_empty_v<OutputShapes>) std::memcpy(static_cast<void*>(outputs), &shapes, sizeof shapes);
   }
-  static void run(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller) {
-    static_cast<Program*>(program)->run(named<Inputs>(inputs), named<Outputs>(outputs), caller);
+  static void enqueue(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller) {
+    static_cast<Program*>(program)->enqueue(named<Inputs>(inputs), named<Outputs>(outputs), caller);
   }
   static cudaError_t begin_call(void* program, cudaStream_t caller) {
     return static_cast<Program*>(program)->arena().begin_call(caller);
@@ -140,7 +140,8 @@ struct CallsOf {
   }
   template <class Named>
   static constexpr Arguments arguments = {std::is_empty_v<Named> ? 0 : sizeof(Named) / sizeof(Tensor), write<Named>};
-  static constexpr Calls calls{arguments<Inputs>, arguments<Outputs>, create, destroy, prepare, run, begin_call, end_call, arena};
+  static constexpr Calls calls{arguments<Inputs>, arguments<Outputs>, create,   destroy, prepare,
+                               enqueue,           begin_call,         end_call, arena};
 };
 
 }  // namespace hw

@@ -20,7 +20,7 @@ struct Array {
 };
 
 struct Timing {
-  double enqueue_us;            // host time of the program's `run`
+  double enqueue_us;            // host time of the program's `enqueue`
   double total_ms;              // device time from the first to the last work
   std::vector<float> marks_ms;  // times from the first work to each mark
 };
