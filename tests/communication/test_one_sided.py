@@ -105,7 +105,7 @@ def test_blocks_are_sent_one_after_another() -> None:
         == host.count("join ring first 1\n")
         == 1
     )
-    assert "streams(ring[1], puts[1])" in str(lower(fusion_of("matmul_rs_put", 4, 3, hw.bf16), Options()))
+    assert "streams(ring[1], peer_copies[1])" in str(lower(fusion_of("matmul_rs_put", 4, 3, hw.bf16), Options()))
 
 
 @pytest.mark.parametrize(("src", "other"), [("x", "u"), ("u", "x")])

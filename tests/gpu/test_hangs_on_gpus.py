@@ -104,11 +104,11 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
     assert "call 2 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 0: gathered_by_puts: 2 calls, 1 done" in report, report
     waits = (
-        rf"puts\[0\]: channel_x_\.wait_signal\(p, 0, stream\) {AT} waits on x for signal 0 of rank 1[^;]*; "
+        rf"peer_copies\[0\]: channel_x_\.wait_signal\(p, 0, stream\) {AT} waits on x for signal 0 of rank 1[^;]*; "
         rf"done up to channel_x_\.signal\(.*\) {AT}"
     )
     assert re.search(waits, report), report
-    assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for puts\[0\]", report), report
+    assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\]", report), report
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,12 +118,12 @@ def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.
     assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report
     unknown = r"or a later line is not done \(graphs report progress only with HOSTWEAVE_GRAPH_PROGRESS=1\)"
-    assert re.search(rf"puts\[0\]: .* {AT} {unknown}", report), report
+    assert re.search(rf"peer_copies\[0\]: .* {AT} {unknown}", report), report
     monkeypatch.setenv("HOSTWEAVE_GRAPH_PROGRESS", "1")
     report = report_of(tmp_path, "graph")
-    waits = rf"puts\[0\]: .* {AT} waits on x for (the credit of )?signal 0.* (of|by) rank 1, which has not made call 4; done up to .* {AT}"
-    assert re.search(waits, report), report
-    assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for puts\[0\]", report), report
+    waits = rf"peer_copies\[0\]: .* {AT} waits on x for (the credit of )?signal 0.* (of|by) rank 1, which has not made call 4"
+    assert re.search(rf"{waits}; done up to .* {AT}", report), report
+    assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\]", report), report
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def test_the_picture_is_xml_with_one_box_per_event(report: Report) -> None:
     critical = {int(box.get("data-n", -1)) for box in boxes if "critical" in box.get("class", "")}
     assert critical == set(report.predicted.critical_path)
     by_name = {text.text for text in root.iter(f"{SVG}text")}
-    assert {"rank 0, caller", "rank 1, puts[0]", "matmul y_2_i", "0 us"} <= by_name
+    assert {"rank 0, caller", "rank 1, peer_copies[0]", "matmul y_2_i", "0 us"} <= by_name
 
 
 def test_boxes_of_one_track_do_not_overlap(report: Report) -> None:
@@ -226,7 +226,7 @@ def test_the_page_in_a_browser(report: Report, tmp_path: Path, scheme: int, back
     seen = json.loads(found.replace("&gt;", ">").replace("&amp;", "&"))
     assert seen["boxes"] == len(report.predicted.events)
     assert seen["texts"] >= 4
-    assert seen["detail"].startswith("put y_landing_i, rank 0, puts[0]: predicted ")
+    assert seen["detail"].startswith("put y_landing_i, rank 0, peer_copies[0]: predicted ")
     assert "waits for " in seen["detail"]
     assert seen["linked"] >= 1
     assert seen["faded"] == seen["boxes"] - 1 - seen["linked"]

@@ -26,7 +26,7 @@ from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-PUTS = "puts"  # stream of all puts, gets, signals and waits of a rank
+PEER_COPIES = "peer_copies"  # stream of all puts, gets, signals and waits of a rank
 
 
 class _Loop(Lowering, Signals):
@@ -68,8 +68,8 @@ class PutGather(_Loop):
         self.all = [self.arriving(op) for op in self.ops]
         self.shard = self.all[0].shard if all(one.shard for one in self.all) else None
         self.arrived = self.b.new_events("arrived", int(self.steps.count))
-        b.emit(ir.Fork(PUTS))
-        with self.on(PUTS):
+        b.emit(ir.Fork(PEER_COPIES))
+        with self.on(PEER_COPIES):
             if self.shard:
                 self.signal(self.shard, "ready")
             else:
@@ -116,7 +116,7 @@ class PutGather(_Loop):
         b = self.b
 
         def arrive() -> None:
-            with self.on(PUTS):
+            with self.on(PEER_COPIES):
                 if self.shard:
                     self.read(self.shard, steps)
                 else:
@@ -149,12 +149,12 @@ class PutGather(_Loop):
 
     def end(self) -> None:
         if self.shard:
-            with self.on(PUTS):
+            with self.on(PEER_COPIES):
                 self.signal(self.shard, "read")
                 self.wait(self.shard, "read")
 
     def after_join(self) -> None:
-        self.b.emit(ir.Join(PUTS))
+        self.b.emit(ir.Join(PEER_COPIES))
 
 
 class _PutScatter(_Loop):
@@ -166,8 +166,8 @@ class _PutScatter(_Loop):
         shape = (Size(self.size - 1), Size(self.subchunks), *self.chunk_shape(self.op.tensors[0]))
         self.landing = b.allocate(f"{result.name}_landing", BufferType(result.type.dtype, shape))
         self.computed = self.b.new_events("computed", (self.size - 1) * self.subchunks)
-        b.emit(ir.Fork(PUTS))
-        with self.on(PUTS):
+        b.emit(ir.Fork(PEER_COPIES))
+        with self.on(PEER_COPIES):
             self.signal(self.landing, "free")
             self.wait(self.landing, "free")
 
@@ -179,7 +179,7 @@ class _PutScatter(_Loop):
         b = self.b
 
         def put() -> None:
-            with self.on(PUTS):
+            with self.on(PEER_COPIES):
                 b.emit(ir.Wait(self.computed, steps.index))
                 if self.subchunks > 1:
                     sender = (self.rank - 1 - steps.distance) % self.size
@@ -192,11 +192,11 @@ class _PutScatter(_Loop):
         branch(b, self.others(steps), put)
 
     def end(self) -> None:
-        with self.on(PUTS):
+        with self.on(PEER_COPIES):
             self.wait(self.landing, "written")
 
     def after_join(self) -> None:
-        self.b.emit(ir.Join(PUTS))
+        self.b.emit(ir.Join(PEER_COPIES))
         if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # All chunks together are contiguous.
             rows = self.steps.rows and self.own.rows_in(self.steps.rows)
             self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # No emitted expression has the index `own`.

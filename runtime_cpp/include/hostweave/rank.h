@@ -61,7 +61,7 @@ class Rank {
   cublasLtHandle_t blas();  // made on first use
   // Handle of a library that only some programs use. Its pointer is null until a program sets it.
   Handle& handle(const char* library);
-  // The i-th stream of this name, made on first use and shared by all programs. The streams "comm" and "puts" only
+  // The i-th stream of this name, made on first use and shared by all programs. The streams "comm" and "peer_copies" only
   // communicate, and have the highest priority.
   Stream stream(const char* name, int i);
 

@@ -9,7 +9,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 2),
-      puts_(rank, "puts", 1),
+      peer_copies_(rank, "peer_copies", 1),
       arrived_(8),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
       arena_({&channel_x_}) {
@@ -59,9 +59,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   // fusions_with_puts.py:17  h = hw.relu(x).named("h")  # Peers read h in place.
   HW_CHECK(hw::launch_pdl(relu_h, hw::grid_of_elements<8>(M / 4 * K), caller, x, h_, M / 4 * K));
   // fusions_with_puts.py:18  return hw.matmul(h, w).stream("M", chunks=2 * D, algorithm="put")
-  HW_CHECK(puts_.fork(caller));
+  HW_CHECK(peer_copies_.fork(caller));
   {
-    const hw::Stream stream = puts_[0];
+    const hw::Stream stream = peer_copies_[0];
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may read h_
     }
@@ -72,7 +72,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     auto* h_i = h_ + (i % 2) * (M / 8 * K);
     auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
     if (p != rank_x) {
-      const hw::Stream stream = puts_[0];
+      const hw::Stream stream = peer_copies_[0];
       if (i % 2 == 0) {
         HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's h_ may be read
       }
@@ -89,7 +89,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     HW_CHECK(plan_y_.multiply(h_chunk, w, y_i, stream));
   }
   {
-    const hw::Stream stream = puts_[0];
+    const hw::Stream stream = peer_copies_[0];
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // has read the peer's h_
     }
@@ -98,7 +98,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(puts_.join(caller));
+  HW_CHECK(peer_copies_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

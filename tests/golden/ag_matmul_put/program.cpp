@@ -8,7 +8,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 2),
-      puts_(rank, "puts", 1),
+      peer_copies_(rank, "peer_copies", 1),
       arrived_(4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
       arena_({&channel_x_}) {}
@@ -52,9 +52,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_with_puts.py:12  return hw.matmul(x, w).stream("M", chunks=D, algorithm="put")
-  HW_CHECK(puts_.fork(caller));
+  HW_CHECK(peer_copies_.fork(caller));
   {
-    const hw::Stream stream = puts_[0];
+    const hw::Stream stream = peer_copies_[0];
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may write x_gathered_
     }
@@ -67,7 +67,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const int64_t p = (rank_x + i) % 4;
     auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
     if (p != rank_x) {
-      const hw::Stream stream = puts_[0];
+      const hw::Stream stream = peer_copies_[0];
       auto* x_gathered_own = x_gathered_ + rank_x * (M / 4 * K);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - i + 4) % 4, x_gathered_own), x, M / 4 * K * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
@@ -84,7 +84,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(puts_.join(caller));
+  HW_CHECK(peer_copies_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -61,11 +61,11 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     }
     const auto* x_chunk = i == 0 ? x : x_gathered_i;
     if (i < 3) {
-      auto* x_gathered_next = x_gathered_ + ((p - 1 + 4) % 4) * (M / 4 * K);
+      auto* x_gathered_next = x_gathered_ + ((p + 3) % 4) * (M / 4 * K);
       {
         HW_CHECK(ncclGroupStart());
         const hw::CloseGroupOnError guard;
-        HW_CHECK(ncclRecv(x_gathered_next, M / 4 * K, ncclBfloat16, (rank_x - 1 + 4) % 4, channel_x_.comm(), stream));
+        HW_CHECK(ncclRecv(x_gathered_next, M / 4 * K, ncclBfloat16, (rank_x + 3) % 4, channel_x_.comm(), stream));
         HW_CHECK(ncclSend(x_chunk, M / 4 * K, ncclBfloat16, (rank_x + 1) % 4, channel_x_.comm(), stream));
         HW_CHECK(ncclGroupEnd());
       }

@@ -100,7 +100,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const hw::Stream stream = ring_[i];
     auto* h_i = g_ + q * (M / 4 * F_x);
     auto* matmul_down = matmul_down_[i];
-    const int64_t sender = (rank_x - 1 - i + 4) % 4;
+    const int64_t sender = (rank_x - i + 3) % 4;
     auto* y_landing_i = y_landing_ + sender * (M / 4 * K);
     auto* matmul_down_chunk = q == rank_x ? y_landing_i : matmul_down;
     HW_CHECK(plan_matmul_down_.multiply(h_i, down, matmul_down_chunk, stream));

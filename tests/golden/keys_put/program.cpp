@@ -9,7 +9,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 2),
-      puts_(rank, "puts", 1),
+      peer_copies_(rank, "peer_copies", 1),
       arrived_(4),
       plan_y_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
       plan_y_blocks_not_causal_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
@@ -73,9 +73,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:52  return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
   HW_CHECK(hw::launch_pdl(concat_y_kv, hw::grid_of_elements<8>(64 * S), caller, k, v, y_kv_, S));
-  HW_CHECK(puts_.fork(caller));
+  HW_CHECK(peer_copies_.fork(caller));
   {
-    const hw::Stream stream = puts_[0];
+    const hw::Stream stream = peer_copies_[0];
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may read y_kv_
     }
@@ -85,7 +85,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const int64_t p = (rank_x + i) % 4;
     auto* keys_i = keys_ + p * 64 * S;
     if (p != rank_x) {
-      const hw::Stream stream = puts_[0];
+      const hw::Stream stream = peer_copies_[0];
       HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's y_kv_ may be read
       HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_kv_), 64 * S * sizeof(hw::bf16), cudaMemcpyDeviceToDevice,
                                stream));
@@ -109,7 +109,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     }
   }
   {
-    const hw::Stream stream = puts_[0];
+    const hw::Stream stream = peer_copies_[0];
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // has read the peer's y_kv_
     }
@@ -118,7 +118,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(puts_.join(caller));
+  HW_CHECK(peer_copies_.join(caller));
   HW_CHECK(hw::launch_pdl(fused_y_shift_y_sums, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_shift_, y_sums_, S));
   HW_CHECK(hw::launch_pdl(subtract_exp_y_weights, hw::grid_of_elements<4>(2 * S), caller, y_lse_, y_shift_, y_lse_, S));
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, y_sums_, y_lse_, y_blocks_, y, S));

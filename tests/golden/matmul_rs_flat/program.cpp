@@ -63,7 +63,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* matmul_w = matmul_w_[i];
-    const int64_t sender = (rank_x - 1 - i + 4) % 4;
+    const int64_t sender = (rank_x - i + 3) % 4;
     auto* y_landing_i = y_landing_ + sender * (M / 4 * N);
     auto* matmul_w_chunk = q == rank_x ? y_landing_i : matmul_w;
     HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_chunk, stream));

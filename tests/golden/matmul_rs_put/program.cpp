@@ -10,7 +10,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 1),
-      puts_(rank, "puts", 1),
+      peer_copies_(rank, "peer_copies", 1),
       computed_(3),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF),
       arena_({&channel_x_}) {
@@ -59,9 +59,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_with_puts.py:23  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D, algorithm="put")
-  HW_CHECK(puts_.fork(caller));
+  HW_CHECK(peer_copies_.fork(caller));
   {
-    const hw::Stream stream = puts_[0];
+    const hw::Stream stream = peer_copies_[0];
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may write y_landing_
     }
@@ -82,7 +82,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       }
     }
     if (q != rank_x) {
-      const hw::Stream stream = puts_[0];
+      const hw::Stream stream = peer_copies_[0];
       HW_CHECK(cudaStreamWaitEvent(stream, computed_[i], 0));
       auto* y_landing_by_sender = y_landing_ + i * (M / 4 * N);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, q, y_landing_by_sender), matmul_w_i, M / 4 * N * sizeof(hw::bf16),
@@ -91,13 +91,13 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     }
   }
   {
-    const hw::Stream stream = puts_[0];
+    const hw::Stream stream = peer_copies_[0];
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has written y_landing_
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(puts_.join(caller));
+  HW_CHECK(peer_copies_.join(caller));
   auto* matmul_w_own = matmul_w_ + rank_x * (M / 4 * N);
   auto* y_landing_1 = y_landing_ + M / 4 * N;
   auto* y_landing_2 = y_landing_ + M / 2 * N;

@@ -56,7 +56,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   // seeds.py:95  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D, algorithm="ring")
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
-    const int64_t q = (rank_x - 1 - i + 4) % 4;
+    const int64_t q = (rank_x - i + 3) % 4;
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
@@ -71,11 +71,11 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       }
     }
     if (i < 3) {
-      auto* matmul_w_next = matmul_w_ + ((q - 1 + 4) % 4) * (M / 4 * N);
+      auto* matmul_w_next = matmul_w_ + ((q + 3) % 4) * (M / 4 * N);
       {
         HW_CHECK(ncclGroupStart());
         const hw::CloseGroupOnError guard;
-        HW_CHECK(ncclRecv(matmul_w_next, M / 4 * N, ncclBfloat16, (rank_x - 1 + 4) % 4, channel_x_.comm(), stream));
+        HW_CHECK(ncclRecv(matmul_w_next, M / 4 * N, ncclBfloat16, (rank_x + 3) % 4, channel_x_.comm(), stream));
         HW_CHECK(ncclSend(matmul_w_i, M / 4 * N, ncclBfloat16, (rank_x + 1) % 4, channel_x_.comm(), stream));
         HW_CHECK(ncclGroupEnd());
       }

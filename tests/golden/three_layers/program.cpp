@@ -107,7 +107,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
     const hw::Stream stream = ring_[i];
     auto* h_i = layer_matmul_w_in_ + q * (M / 4 * F_x);
     auto* matmul_w_out = layer_matmul_w_out_[i];
-    const int64_t sender = (rank_x - 1 - i + 4) % 4;
+    const int64_t sender = (rank_x - i + 3) % 4;
     auto* scattered_landing_i = layer_scattered_landing_ + sender * (M / 4 * E);
     auto* matmul_w_out_chunk = q == rank_x ? scattered_landing_i : matmul_w_out;
     HW_CHECK(plan_matmul_w_out_.multiply(h_i, w_out, matmul_w_out_chunk, stream));

@@ -102,7 +102,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const hw::Stream stream = ring_[i];
     auto* g_i = matmul_v_ + q * (M / 4 * F_x);
     auto* matmul_u = matmul_u_[i];
-    const int64_t sender = (rank_x - 1 - i + 4) % 4;
+    const int64_t sender = (rank_x - i + 3) % 4;
     auto* y_landing_i = y_landing_ + sender * (M / 4 * N);
     auto* matmul_u_chunk = q == rank_x ? y_landing_i : matmul_u;
     HW_CHECK(plan_matmul_u_.multiply(g_i, u, matmul_u_chunk, stream));

@@ -9,7 +9,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_cp_(rank.channel(kMesh, "cp", 2, hw::Transport::peer)),
       ring_(rank, "ring", 2),
-      puts_(rank, "puts", 1),
+      peer_copies_(rank, "peer_copies", 1),
       arrived_(2),
       plan_y_attention_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
       plan_y_attention_blocks_not_causal_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
@@ -81,17 +81,17 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:27  return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
   HW_CHECK(hw::launch_pdl(concat_y_attention_kv, hw::grid_of_elements<8>(128 * S), caller, k, v, y_attention_kv_, S));
-  HW_CHECK(puts_.fork(caller));
+  HW_CHECK(peer_copies_.fork(caller));
   {
-    const hw::Stream stream = puts_[0];
-    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));  // peer may read y_attention_kv_
+    const hw::Stream stream = peer_copies_[0];
+    HW_CHECK(channel_cp_.signal(1 - rank_cp, 0, stream));  // peer may read y_attention_kv_
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
     const int64_t p = (rank_cp + i) % 2;
     auto* k_gathered_i = k_gathered_ + p * 128 * S;
     if (p != rank_cp) {
-      const hw::Stream stream = puts_[0];
+      const hw::Stream stream = peer_copies_[0];
       HW_CHECK(channel_cp_.wait_signal(p, 0, stream));  // until the peer's y_attention_kv_ may be read
       HW_CHECK(cudaMemcpyAsync(k_gathered_i, arena_.on_peer(channel_cp_, p, y_attention_kv_), 128 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
@@ -125,12 +125,12 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     }
   }
   {
-    const hw::Stream stream = puts_[0];
-    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));       // has read the peer's y_attention_kv_
-    HW_CHECK(channel_cp_.wait_signal((rank_cp + 1) % 2, 0, stream));  // until the peer has read y_attention_kv_
+    const hw::Stream stream = peer_copies_[0];
+    HW_CHECK(channel_cp_.signal(1 - rank_cp, 0, stream));       // has read the peer's y_attention_kv_
+    HW_CHECK(channel_cp_.wait_signal(1 - rank_cp, 0, stream));  // until the peer has read y_attention_kv_
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(puts_.join(caller));
+  HW_CHECK(peer_copies_.join(caller));
   HW_CHECK(hw::launch_pdl(fused_y_attention_shift_y_attention_sums, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
                           y_attention_shift_, y_attention_sums_, S));
   HW_CHECK(hw::launch_pdl(subtract_exp_y_attention_weights, hw::grid_of_elements<4>(4 * S), caller, y_attention_lse_,

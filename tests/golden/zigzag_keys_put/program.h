@@ -65,7 +65,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_cp_;  // 2 ranks along cp
   hw::Streams ring_;               // 2 streams
-  hw::Streams puts_;               // 1 stream
+  hw::Streams peer_copies_;        // 1 stream
   hw::Events arrived_;             // 2 events
   hw::AttentionPlan plan_y_attention_blocks_;
   hw::AttentionPlan plan_y_attention_blocks_not_causal_;

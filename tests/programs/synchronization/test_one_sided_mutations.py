@@ -88,7 +88,7 @@ def harmless(host: HostProgram, mutant: HostProgram) -> bool:
 
 def is_needless(what: str) -> bool:
     """True if the mutant is correct. Other events order the streams, or the mutant only repeats a read."""
-    needless = {f"{what}: dropped" for what in ("join puts", "fork comm", "join comm")}
+    needless = {f"{what}: dropped" for what in ("join peer_copies", "fork comm", "join comm")}
     return what in needless or (what.startswith("get ") and "twice" in what)
 
 

@@ -157,12 +157,13 @@ def test_a_signal_that_is_lost(transport: str, tmp_path: Path) -> None:
     assert "call 2 of ag_matmul is not done after 3 seconds" in report
     # Rank 0 waits for a signal of rank 2. Rank 2 has received all signals, so it has ended the call.
     waits = (
-        rf"puts\[0\]: \S*wait_signal\(p, .*\) {AT} waits on x for signal 0 of rank 2, which is done with call 2; "
+        rf"peer_copies\[0\]: \S*wait_signal\(p, .*\) {AT} waits on x for signal 0 of rank 2, which is done with call 2; "
         rf"done up to \S+\(.*\) {AT}; \d+ more operations? queued"
     )
     assert re.search(waits, of_rank(report, 0)), report
     assert re.search(
-        rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for puts\[0\], for the event of ", of_rank(report, 0)
+        rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\], for the event of ",
+        of_rank(report, 0),
     )
     assert of_rank(report, 2) == "  rank 2: ag_matmul: 2 calls, 2 done"
 

@@ -162,7 +162,7 @@ def test_a_rank_that_raises_or_ends() -> None:
 FORK = "  HW_CHECK(ring_.fork(caller));\n"
 GUARD = "      const hw::CloseGroupOnError guard;\n"
 RECV = "channel_x_.comm(), stream));\n"
-PUTS = "HW_CHECK(puts_.fork(caller));\n"
+PUTS = "HW_CHECK(peer_copies_.fork(caller));\n"
 
 
 @pytest.mark.parametrize(

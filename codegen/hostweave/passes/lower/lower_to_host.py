@@ -25,7 +25,7 @@ from hostweave.communication.algorithms import find_algorithm
 from hostweave.communication.chunk_loops import LoopPart, parts, shards
 from hostweave.communication.collective import permute, take_shard
 from hostweave.communication.packing import branch, contiguous_source, copied, packed_destination
-from hostweave.communication.put import PUTS
+from hostweave.communication.put import PEER_COPIES
 from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
@@ -146,7 +146,8 @@ class _Lowering:
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
-        pools = tuple(ir.Streams(name, count) for name, count in ((RING, streams), (COMM, 1), (COPIES, 1), (PUTS, 1)) if name in used)
+        counts = {RING: streams, COMM: 1, COPIES: 1, PEER_COPIES: 1}
+        pools = tuple(ir.Streams(name, count) for name, count in counts.items() if name in used)
         kernels = tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, tuple(b.events), kernels, body, flow.uneven)
 
