@@ -4,7 +4,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.emit.cpp import CppExprPrinter, number
-from hostweave.host_ir.expr import Coordinate, Expr, Symbol, Var, binary
+from hostweave.host_ir.expr import Const, Coordinate, Expr, Symbol, Var, binary, opposite
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import bf16, bool_, f32, f64, i32
@@ -62,7 +62,8 @@ I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741
     [
         ((RANK + I) % 4, "(rank_x + i) % 4"),
         ((RANK - I) % 4, "(rank_x - i + 4) % 4"),  # The dividend is at least -3.
-        ((RANK - 1 - I) % 4, "(rank_x - 1 - i + 4) % 4"),  # The dividend is at least -4.
+        ((RANK - 1 - I) % 4, "(rank_x - i + 3) % 4"),  # The dividend is at least -4.
+        ((RANK - 1) % 4, "(rank_x + 3) % 4"),
         ((RANK - I * 2) % 4, "(rank_x - i * 2 + 8) % 4"),  # The dividend is at least -6.
         (RANK * 2 + I % 2, "rank_x * 2 + i % 2"),
         (N % 4, "hw::mod(n, 4)"),
@@ -71,6 +72,7 @@ I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741
         ((I - 1) // 2, "hw::floor_div(i - 1, 2)"),
         (I.equals(RANK), "i == rank_x"),
         ((Symbol("D") - 1 - I).equals(0), "i == 5"),
+        (opposite((Symbol("D") - 1 - I).equals(0)), "i != 5"),
         (I.less(3), "i < 3"),
         ((I + 1) * 3, "(i + 1) * 3"),
         (RANK - (I - 1), "rank_x - (i - 1)"),
@@ -98,10 +100,18 @@ def test_numbers(value: float, dtype: object, cpp: str) -> None:
 
 def test_a_branch_uses_its_condition() -> None:
     text, i, n = integers(), Var("i"), Var("n")
-    assert text.expr((i - 1) % 4) == "(i - 1 + 4) % 4"
-    with text.given(binary(">", i, 0)):
-        assert text.expr((i - 1) % 4) == "(i - 1) % 4"
-    assert text.expr((i - 1) % 4) == "(i - 1 + 4) % 4"
+    assert text.expr((i + 3) % 4) == "(i + 3) % 4"
+    for condition in (binary(">", i, 0), binary(">=", i, 1), opposite(i.equals(0))):
+        with text.given(condition):
+            assert text.expr((i + 3) % 4) == "i - 1"
+            assert text.expr((Const(6) - i) % 4) == "(6 - i) % 4"
+            assert text.expr((Const(5) - (i - 2)) % 4) == "3 - i"
+    assert text.expr((i - 1) % 4) == "(i + 3) % 4"
+    with text.given(i.less(2)):
+        assert text.expr((i + 1) % 2) == "1 - i"
+        assert text.expr((i + 1) % 2 * 3) == "(1 - i) * 3"
+    with text.given(i.equals(2)):
+        assert text.expr((i + 1) % 2) == "1"
     with text.given(i.less(2)):
         assert text.range(i) == (0, 1)
     with text.given(binary(">", n, 2)):

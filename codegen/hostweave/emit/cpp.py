@@ -7,7 +7,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd
 
-from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Range, Rank, Symbol, Var, binary, range_of
+from hostweave.host_ir.expr import (
+    OPERATORS,
+    Binary,
+    Const,
+    Coordinate,
+    Expr,
+    Range,
+    Rank,
+    Symbol,
+    Var,
+    binary,
+    narrowed,
+    range_of,
+    remainder,
+)
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, Factor, Size, Sum
 from hostweave.types.tensor import DTYPES, BufferType, DType
@@ -170,15 +184,11 @@ class CppExprPrinter:
 
     @contextmanager
     def given(self, condition: Expr) -> Iterator[None]:
-        """Assumes that a condition holds inside the `with` block. `<` and `>` with a constant narrow the range of a variable."""
+        """Assumes that a condition holds inside the `with` block. A comparison with a constant narrows the range of a variable."""
         before = dict(self.ranges)
-        match condition:
-            case Binary(">", Var(name), Const(value)):
-                low, high = self.ranges.get(name, (None, None))
-                self.ranges[name] = value + 1 if low is None else max(low, value + 1), high
-            case Binary("<", Var(name), Const(value)):
-                low, high = self.ranges.get(name, (None, None))
-                self.ranges[name] = low, value - 1 if high is None else min(high, value - 1)
+        match self.known(condition):
+            case Binary(op, Var(name), Const(value)):
+                self.ranges[name] = narrowed(self.ranges.get(name, (None, None)), op, value)
         yield
         self.ranges = before
 
@@ -193,7 +203,9 @@ class CppExprPrinter:
         self.mesh = outer
 
     def expr(self, expr: Expr) -> str:
-        expr = self.known(expr) if self.depths else expr
+        return self._text(self.known(expr))
+
+    def _text(self, expr: Expr) -> str:
         match expr:
             case Const(value):
                 return str(value)
@@ -212,14 +224,14 @@ class CppExprPrinter:
                 if low is not None and low >= 0:
                     return f"{self._operand(left, 3)} / {self._operand(right, 4)}"
                 self.calls_runtime = True
-                return f"hw::floor_div({self.expr(left)}, {self.expr(right)})"
+                return f"hw::floor_div({self._text(left)}, {self._text(right)})"
             case Binary(op, left, right):
                 precedence = OPERATORS[op][0]
                 return f"{self._operand(left, precedence)} {op} {self._operand(right, precedence + (op != '+'))}"
         raise TypeError(f"not an expression: {expr!r}")
 
     def known(self, expr: Expr) -> Expr:
-        """Replaces the sizes in `depths` by their values, and folds constants."""
+        """Replaces the sizes in `depths` by their values, and folds constants and remainders of known ranges."""
         match expr:
             case Symbol(size) if size in self.depths:
                 return Const(self.depths[str(size)])
@@ -227,35 +239,34 @@ class CppExprPrinter:
                 left, right = self.known(left), self.known(right)
                 if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] == 1:
                     return Const(int(OPERATORS[op][1](left.value, right.value)))
+                if op == "%" and isinstance(right, Const):
+                    return remainder(left, right.value, self.range(left))
                 return binary(op, left, right)
         return expr
 
     def times(self, expr: Expr, size: Size) -> str:
         """C++ of an index times a size, such as `p * (M / 8 * K)`. Empty if the product is 0."""
+        expr = self.known(expr)
         if expr == Const(0) or size == Size(0):
             return ""
         if isinstance(expr, Const):
             return self.first_factor(size * expr.value)
-        index = self.expr(expr)
+        index = self._text(expr)
         if size == Size():
             return index
         return f"{f'({index})' if isinstance(expr, Binary) else index} * {self.factor(size)}"
 
     def _operand(self, expr: Expr, precedence: int) -> str:
-        text = self.expr(expr)
+        text = self._text(expr)
         return f"({text})" if isinstance(expr, Binary) and OPERATORS[expr.op][0] < precedence else text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
         """C++ of a remainder that is never negative, unlike the remainder of C++ for a negative left operand."""
         low, _ = self.range(left)
-        if low is None or (low < 0 and not isinstance(right, Const)):
+        if low is None or low < 0:
             self.calls_runtime = True
-            return f"hw::mod({self.expr(left)}, {self.expr(right)})"
-        text = self._operand(left, 3)
-        if low < 0:
-            assert isinstance(right, Const)
-            text = f"({self.expr(left)} + {-(low // right.value) * right.value})"
-        return f"{text} % {self._operand(right, 4)}"
+            return f"hw::mod({self._text(left)}, {self._text(right)})"
+        return f"{self._operand(left, 3)} % {self._operand(right, 4)}"
 
     def range(self, expr: Expr) -> Range:
         return range_of(self.known(expr), self.ranges, self.mesh)

@@ -210,9 +210,8 @@ class Emitter:
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if not self.function and i.src in self.context.struct_of:
-            member = self.context.struct_of[i.src].member(i.src, self.expr(index))
-            self.buffers[i.out] = OperandBuffer(f"{member}.as<{out.dtype.cpp}>()", out, i.src, source.read_only)
             self.elements[i.out] = i.src, index
+            self.buffers[i.out] = OperandBuffer(self.element(i.out), out, i.src, source.read_only)
             return ""
         if index == Const(0):
             self.buffers[i.out] = replace(source, type=out)
@@ -224,12 +223,22 @@ class Emitter:
         self.buffers[i.out] = replace(source, text=self.local(i.out), type=out)
         return lay_out("pointer", name=self.text(i.out), value=f"{base} + {offset}", const=source.read_only)
 
+    def element(self, name: str) -> str:
+        """C++ of the address of one tensor of a parameter group."""
+        group, index = self.elements[name]
+        return f"{self.context.struct_of[group].member(group, self.expr(index))}.as<{self.type_of(group).dtype.cpp}>()"
+
+    def text_if(self, name: str, condition: Expr) -> str:
+        """C++ of a buffer that is used only if the condition holds."""
+        with self.integers.given(condition):
+            return (self.element(name) if name in self.elements else "") or self.text(name)
+
     def emit_choose(self, i: ir.Choose) -> str:
         condition = self.integers.known(i.condition)
         if isinstance(condition, Const):
             self.buffers[i.out] = self.buffers[i.src if condition.value else i.other]
             return ""
-        src, other = self.text(i.src), self.text(i.other)
+        src, other = self.text_if(i.src, i.condition), self.text_if(i.other, opposite(i.condition))
         read_only = self.buffers[i.src].read_only or self.buffers[i.other].read_only
         in_window = self.lie_in_windows(i.src, i.other)
         self.buffers[i.out] = replace(self.buffers[i.other], text=self.local(i.out), read_only=read_only, in_window=in_window)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 from hostweave.types.mesh import Mesh
@@ -120,8 +121,8 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
         case "+", Binary("*", Binary("/", whole, divisor), factor), Binary("%", other, modulus) if whole == other:
             if divisor == factor == modulus:
                 return whole
-        case "==", Binary("-", Const(value), index), Const(other) if value >= other:
-            return Binary("==", index, Const(value - other))
+        case "==" | "!=", Binary("-", Const(value), index), Const(other) if value >= other:
+            return Binary(op, index, Const(value - other))
     if (op == "%" and right == Const(1)) or (op == "*" and Const(0) in (left, right)):
         return Const(0)
     return Binary(op, left, right)
@@ -163,6 +164,53 @@ def _combined(op: str, a: Range, b: Range) -> Range:
             return low * b_low, None if high is None or b_high is None else high * b_high
         return 0 if b_high is None else low // max(b_high, 1), None if high is None else high // max(b_low, 1)
     return None, None
+
+
+def narrowed(range: Range, op: str, value: int) -> Range:
+    """Range of an expression for which the comparison `op` with a constant holds."""
+    low, high = range
+    if op == "!=":
+        return _sum(low, int(low == value)), _sum(high, -int(high == value))
+    least = {">": value + 1, ">=": value, "==": value}.get(op)
+    most = {"<": value - 1, "<=": value, "==": value}.get(op)
+    return max((x for x in (low, least) if x is not None), default=None), min((x for x in (high, most) if x is not None), default=None)
+
+
+def remainder(expr: Expr, divisor: int, range: Range) -> Expr:
+    """`expr % divisor`, given the range of `expr`. The operand of the result is at least 0, if the range has a lower bound:
+    `(i + 7) % 8` becomes `i - 1` for i from 1 to 7, `(i - 1) % 8` becomes `(i + 7) % 8` for i from 0 to 7, and `(i + 1) % 2` becomes
+    `1 - i` for i from 0 to 1."""
+    low, high = range
+    if low is None or divisor <= 0:
+        return binary("%", expr, divisor)
+    if low == high:
+        return Const(low % divisor)
+    if whole := low // divisor:
+        expr = _moved(expr, -whole * divisor)
+    if high is not None and high // divisor == whole:
+        return expr
+    match expr, range:
+        case Binary("+", Var() | Coordinate() as index, Const(1)), (1, 2) if divisor == 2:
+            return Const(1) - index
+    return binary("%", expr, divisor)
+
+
+def _moved(expr: Expr, distance: int) -> Expr:
+    """`expr + distance`, with one constant: `i - 1` moved by 8 is `i + 7`."""
+    terms = _terms(expr)
+    constant = distance + sum(sign * term.value for sign, term in terms if isinstance(term, Const))
+    added, subtracted = ([term for sign, term in terms if sign == wanted and not isinstance(term, Const)] for wanted in (1, -1))
+    first, *others = added or [Const(constant)]
+    result = reduce(Expr.__sub__, subtracted, reduce(Expr.__add__, others, first))
+    return result if not added else result + constant if constant >= 0 else result - -constant
+
+
+def _terms(expr: Expr) -> list[tuple[int, Expr]]:
+    """Terms of a sum, each with its sign."""
+    match expr:
+        case Binary("+" | "-" as op, left, right):
+            return _terms(left) + [(sign if op == "+" else -sign, term) for sign, term in _terms(right)]
+    return [(1, expr)]
 
 
 def _sum(a: int | None, b: int | None) -> int | None:
