@@ -179,8 +179,8 @@ def narrowed(range: Range, op: str, value: int) -> Range:
 def remainder(expr: Expr, divisor: int, range: Range) -> Expr:
     """`expr % divisor`, given the range of `expr`. The operand of the result is at least 0, if the range has a lower bound.
 
-    For i from 1 to 7, `(i + 7) % 8` becomes `i - 1`. For i from 0 to 7, `(i - 1) % 8` becomes `(i + 7) % 8`. For i from 0 to 1, `(i + 1) % 2`
-    becomes `1 - i`.
+    For i from 1 to 7, `(i + 7) % 8` becomes `i - 1`. For i from 0 to 7, `(i - 1) % 8` becomes `(i + 7) % 8`. For i from 0 to 1,
+    `(i + 1) % 2` becomes `1 - i`.
     """
     low, high = range
     if low is None or divisor <= 0:
