@@ -52,8 +52,8 @@ FLOORS = (
 )
 # Modules that import inside functions. All other modules import at the top.
 DELAYED_IMPORTS = {
-    "start-up: importing NumPy, the templates, the builder or the rendezvous takes longer than a compilation": (
-        *("api", "compiled", "build/program", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
+    "start-up: importing NumPy, the builder or the rendezvous takes longer than a compilation": (
+        *("api", "compiled", "cli/calibrate", "cli/main", "targets/cuda", "types/tensor", "types/zigzag"),
         "torch/dynamo",
     ),
     "packages that may be missing": ("torch/generation",),

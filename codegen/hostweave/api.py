@@ -18,6 +18,7 @@ from hostweave.base.interrupts import interruptibly
 from hostweave.base.signatures import checked
 from hostweave.check.sizes import minimal_sizes
 from hostweave.compiled import Compiled, compiled
+from hostweave.emit import Wheel, export
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
@@ -25,6 +26,9 @@ from hostweave.host_ir.size_requirements import are_divided
 from hostweave.options import Options, options_of
 from hostweave.pipeline import lower, reference_of
 from hostweave.targets.target import NAMES, Target, find_target
+from hostweave.timeline.measure import measured
+from hostweave.timeline.predict import predicted
+from hostweave.timeline.report import Report
 from hostweave.tune.explain import explained
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
@@ -35,7 +39,6 @@ if TYPE_CHECKING:  # imported on first use, see Program._running
     from hostweave.runtime.graphs import Captured
     from hostweave.runtime.group import Group
     from hostweave.runtime.team import Timing
-    from hostweave.timeline.report import Report
     from hostweave.variants import Variants
 
 
@@ -197,8 +200,6 @@ class Program:
 
         Example: `hw.compile(mlp).predict({"M": 8192}, ranks=16).predicted.micros`.
         """
-        from hostweave.timeline.predict import predicted
-
         figures = machine or self.figures
         made = self.compiled if ranks is None else self.compiled.on_ranks(ranks, figures)
         made, known = made.for_call("predict", sizes or {})
@@ -367,9 +368,6 @@ class Program:
 
         Example: `hw.compile(f, target="cuda").timeline(x, w).save("f.html")`.
         """
-        from hostweave.timeline.measure import measured
-        from hostweave.timeline.predict import predicted
-
         compiled, times = self._running.measure("timeline", self._bound, (arrays, named), warmups, repetitions)
         sizes = self._running.sizes_of(self._bound, arrays, named)
         known = {name: size for name, size in sizes.items() if name in compiled.host.given_sizes()} | compiled.host.depths()
@@ -410,8 +408,6 @@ class Program:
 
         Example: `program.export("ag_matmul/")`.
         """
-        from hostweave.emit import Wheel, export
-
         if wheel not in ("", *NAMES):
             raise ArgumentError(f"{self.name}: export: wheel={wheel!r} is not a target; write one of {', '.join(NAMES)}")
         if self.host.windows:

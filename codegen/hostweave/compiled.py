@@ -9,7 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from time import perf_counter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.forks import importing
@@ -18,6 +18,7 @@ from hostweave.base.progress import log
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.sizes import default_sizes
 from hostweave.communication.algorithms import need_optional_transport
+from hostweave.emit import render
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.rewriting import at_sizes, on_mesh
@@ -26,12 +27,12 @@ from hostweave.host_ir.size_requirements import MAX_SIZE, are_divided
 from hostweave.options import Options
 from hostweave.pipeline import lower, stages
 from hostweave.targets.target import Target, find_target
+from hostweave.timeline.events import Timeline
+from hostweave.timeline.graph import changes_of, graph_of
+from hostweave.timeline.measure import marked
+from hostweave.timeline.report import Report
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
-
-if TYPE_CHECKING:  # The methods import these modules on first use, see Compiled.report.
-    from hostweave.timeline.events import Timeline
-    from hostweave.timeline.report import Report
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
@@ -78,8 +79,6 @@ class Compiled:
     @cached_property
     def marked(self) -> Compiled:
         """The same program with marks, which measure when its instructions run."""
-        from hostweave.timeline.measure import marked
-
         program = marked(self.host)
         return replace(self, given=program, host=program, variant="with marks")
 
@@ -107,9 +106,6 @@ class Compiled:
 
     def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
         """Report of the timelines, of the fusion as a graph, and of the changes that each pass made."""
-        from hostweave.timeline.graph import changes_of, graph_of
-        from hostweave.timeline.report import Report
-
         seen: list[tuple[str, Fusion | HostProgram]] = []
         lower(self.given, self.options, lambda name, stage: seen.append((name, stage)))
         fusions = [stage for _, stage in seen if isinstance(stage, Fusion)]
@@ -130,7 +126,7 @@ class Compiled:
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        return interruptibly(self._render)
+        return interruptibly(lambda: render(self.host, self.options.figures))
 
     @cached_property
     def folder(self) -> Path:
@@ -139,12 +135,6 @@ class Compiled:
     @cached_property
     def module(self) -> ModuleType:
         return interruptibly(self._load)
-
-    def _render(self) -> Mapping[str, str]:
-        with importing:
-            from hostweave.emit import render
-
-        return render(self.host, self.options.figures)
 
     def _build(self) -> Path:
         with importing:

@@ -70,7 +70,7 @@ def test_runtime_libraries_and_program_are_built_in_parallel(empty_cache: Path, 
 
     entries = [f"runtime-{number}" for number in range(2)]
     libraries = tuple(Library(empty_cache / entry / "library.so", partial(cache.get_or_make, entry, fails)) for entry in entries)
-    monkeypatch.setattr("hostweave.build.make.make_program", make_program)
+    monkeypatch.setattr("hostweave.build.program.make_program", make_program)
     with pytest.raises(BuildError) as raised:
         build("nothing", "", here, lambda _: libraries, lambda: {})
     assert str(raised.value).startswith("no compiler; sources and log are in ")
@@ -138,7 +138,7 @@ def test_kernels_of_the_runtime_are_compiled_in_parts() -> None:
 def test_a_hit_renders_and_compiles_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = hw.compile(doubled)
     first.build()
-    monkeypatch.setattr("hostweave.emit.render", lambda *_: pytest.fail("rendered"))
+    monkeypatch.setattr("hostweave.compiled.render", lambda *_: pytest.fail("rendered"))
     monkeypatch.setattr("hostweave.build.make.run_together", lambda *_: pytest.fail("compiled"))
     second = hw.compile(doubled)
     assert second.folder == first.folder

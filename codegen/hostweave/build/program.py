@@ -20,12 +20,13 @@ from pathlib import Path
 from types import ModuleType
 
 from hostweave.base.errors import BuildError
-from hostweave.base.forks import importing, reset_after_fork
+from hostweave.base.forks import reset_after_fork
 from hostweave.base.interrupts import in_current_context
 from hostweave.base.paths import HOST_IR, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.base.progress import log, progress
 from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import EVICTION_PERIOD, evict, get_or_make, lookup, name_of, opened, stamp_of
+from hostweave.build.make import make_program
 from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, require_native
 
 SourceFiles = Mapping[str, str]  # path -> text
@@ -66,9 +67,6 @@ def build(
             built()
             log.debug("%s is in the cache: %s", name, folder)
             return folder
-
-        with importing:
-            from hostweave.build.make import make_program
 
         def make(folder: Path) -> None:
             sources = edited or render()
