@@ -35,6 +35,7 @@ from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.nodes import OF_TORCH, is_view, location, written_by
 from hostweave.torch.numbers import keeps_numbers, symbolic
 from hostweave.torch.ops import call_function, ops
+from hostweave.torch.randomness import OTHER_GENERATOR
 from hostweave.torch.repeats import Repeats, watched, write_out
 from hostweave.torch.replaced import Replacement, replaced
 from hostweave.torch.scaled import quantized_linears
@@ -198,7 +199,7 @@ seeds from torch's generator"""
 def _randomize(x: torch.Tensor, *bounds: int, to: int | None = None, generator: Any = None) -> torch.Tensor:
     """Computes torch.Tensor.random_ by randint_like, because torch generates no Python code for the op random.from."""
     if generator is not None:
-        raise ProgramError("random numbers of another generator are not supported; omit generator=")
+        raise ProgramError(OTHER_GENERATOR)
     largest = 2 / torch.finfo(x.dtype).eps if x.is_floating_point() else 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
     given = [one for one in (*bounds, to) if one is not None] or [int(largest) + 1]
     return x.copy_(torch.randint_like(x, *given))

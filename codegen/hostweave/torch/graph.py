@@ -26,7 +26,7 @@ from hostweave.torch.nodes import ATTENTION, RESHARD, is_complex, is_size, locat
 from hostweave.torch.numbers import as_tensors
 from hostweave.torch.patterns import word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts
-from hostweave.torch.randomness import SEEDS, with_seeds
+from hostweave.torch.randomness import OTHER_GENERATOR, SEEDS, with_seeds
 from hostweave.torch.views import shared_results
 from hostweave.types.tensor import Dim, TensorType
 
@@ -352,7 +352,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
             continue
         if spec.kind not in _KINDS:
             if isinstance(exported.constants.get(spec.target or ""), torch.Generator):
-                raise ProgramError("random numbers of another generator are not supported; omit generator=")
+                raise ProgramError(OTHER_GENERATOR)
             raise ProgramError(f"{node.name}: an input of the kind {spec.kind.name} is not supported")
         name = spec.target or ""
         value = exported.state_dict.get(name, exported.constants.get(name))

@@ -16,6 +16,7 @@ from hostweave.torch.nodes import modules_of, op_of
 from hostweave.torch.ops import ops
 
 SEEDS = "random_seeds"  # argument with one seed per op
+OTHER_GENERATOR = "random numbers of another generator are not supported; omit generator="
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _DROPOUT = (torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default)
 _DRAWN = {  # op -> distribution
