@@ -191,7 +191,7 @@ def test_matmuls_during_communication_kernels_take_longer() -> None:
 
 def test_names_are_the_users() -> None:
     found = predicted(product(2, ("M", "N"), is_gathered=True), {"M": 64, "K": 64, "N": 64}, overlap="off")
-    assert [(event.name, event.kind) for event in found.of_rank(0)] == [("all_gather x_resharded", COMMUNICATION), ("matmul y", COMPUTE)]
+    assert [(event.name, event.kind) for event in found.of_rank(0)] == [("all_gather x_gathered", COMMUNICATION), ("matmul y", COMPUTE)]
     assert all(event.source.startswith("test_predict.py:") for event in found.events)
 
 

@@ -254,11 +254,11 @@ def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
     options = replace(options, choices={choice.name: choice.chosen.name for choice in program.choices})
     assert program.host_ir == hw.compile(fusion, options=options).host_ir
     assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # The next transfer does not wait for copies of local shards.
-    assert program.choices[-1].value == "w_0_resharded"  # The first weight is needed immediately.
+    assert program.choices[-1].value == "w_0_gathered"  # The first weight is needed immediately.
     assert program.host_ir.count("fork comm") == 1  # Both gathers wait for the same work.
     for alternative in ("put", "get"):
         assert f"overlapped with other ops on a separate stream by {alternative}, peer, predicted" in program.explain()
-    first = hw.compile(fusion, options=replace(options, choices={"@layers %w_0_resharded": "put(1)"}))
+    first = hw.compile(fusion, options=replace(options, choices={"@layers %w_0_gathered": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
     assert "\n  copy %w_0 -> " in first.host_ir  # The caller's stream copies the local shard, and then awaits the gather.
     for run, rows, inner in ((program.run, 48, 48), (program.run, 7, 48), (program.run, 48, 49), (first.run, 48, 48)):
@@ -269,16 +269,14 @@ def test_gathers_that_overlap_with_matmuls_use_copy_engines(ranks: int) -> None:
             want = np.maximum(want @ w, 0)
         np.testing.assert_array_equal(run(x, *weights), want)
     for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without("peer", "here").without("one_sided", "here")}, {"sizes": {}}):
-        with pytest.raises(ProgramError, match="there is no choice named @layers %w_1_resharded"):
+        with pytest.raises(ProgramError, match="there is no choice named @layers %w_1_gathered"):
             hw.compile(fusion, options=replace(options, **two_sided))
-    stated = replace(options, choices={"@layers %w_1_resharded": "none", "@layers %computed_resharded": "get(1)"})
+    stated = replace(options, choices={"@layers %w_1_gathered": "none", "@layers %computed_gathered": "get(1)"})
     assert [choice.chosen.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)", "none"]
-    with pytest.raises(
-        ProgramError, match=r"Options: choices: @layers %w_1_resharded: put\(2\) is not possible; use one of put\(1\), none"
-    ):
-        hw.compile(fusion, options=replace(options, choices={"@layers %w_1_resharded": "put(2)"}))
+    with pytest.raises(ProgramError, match=r"Options: choices: @layers %w_1_gathered: put\(2\) is not possible; use one of put\(1\), none"):
+        hw.compile(fusion, options=replace(options, choices={"@layers %w_1_gathered": "put(2)"}))
     text = str(hw.Fusion.parse(_stage(fusion, options, "overlap_communication")))
-    assert "%w_1_resharded: f32[K, K] pinned async peer = all_gather" in text
+    assert "%w_1_gathered: f32[K, K] pinned async peer = all_gather" in text
     program.close()
     first.close()
 

@@ -26,7 +26,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({4, m, K}, {K, N}, {4, m, N});
     hw::MemoryPlan memory;
-    memory.allocate(x_resharded_, 4 * m * K, ring_);
+    memory.allocate(x_gathered_, 4 * m * K, ring_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -52,10 +52,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * m * K;
-    auto* x_resharded = x_resharded_[i];
-    HW_CHECK(ncclAllGather(x_i, x_resharded, m * K, ncclBfloat16, channel_x_.comm(), stream));
+    auto* x_gathered = x_gathered_[i];
+    HW_CHECK(ncclAllGather(x_i, x_gathered, m * K, ncclBfloat16, channel_x_.comm(), stream));
     auto* y_i = y + i * 4 * m * N;
-    HW_CHECK(plan_y_.multiply(x_resharded, w, y_i, stream));
+    HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

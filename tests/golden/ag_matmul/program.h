@@ -66,8 +66,8 @@ class Program {
   hw::Streams ring_;              // 3 streams
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  std::array<hw::bf16*, 3> x_resharded_{};  // bf16[4, m, K], one per stream
-  hw::Optional<Sizes> prepared_;            // sizes of the last call of `prepare`
+  std::array<hw::bf16*, 3> x_gathered_{};  // bf16[4, m, K], one per stream
+  hw::Optional<Sizes> prepared_;           // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::ag_matmul

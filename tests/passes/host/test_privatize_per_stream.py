@@ -15,13 +15,13 @@ def test_gathered_chunks() -> None:
     assert (
         changes(privatize_per_stream, all_fusions(2, 4)["ag_matmul"])
         == """\
-- %x_resharded = allocate bf16[4, 2, m, K]
-- %x_resharded_i = select %x_resharded[0: %i]
-- all_gather %x_i -> %x_resharded_i on x
-+ %x_resharded = allocate bf16[2, m, K]
-+ all_gather %x_i -> %x_resharded on x
-- matmul %x_resharded_i, %w -> %y_i
-+ matmul %x_resharded, %w -> %y_i
+- %x_gathered = allocate bf16[4, 2, m, K]
+- %x_gathered_i = select %x_gathered[0: %i]
+- all_gather %x_i -> %x_gathered_i on x
++ %x_gathered = allocate bf16[2, m, K]
++ all_gather %x_i -> %x_gathered on x
+- matmul %x_gathered_i, %w -> %y_i
++ matmul %x_gathered, %w -> %y_i
 """
     )
 

@@ -102,13 +102,13 @@ def test_the_kernel_before_a_reduce_scatter_sends_its_result() -> None:
     assert (
         changes(reduce_in_kernels, scattered)
         == """\
-- kernel @maximum_y(%sum_p_resharded: f32[3, 64]) {
+- kernel @maximum_y(%sum_p_scattered: f32[3, 64]) {
 + kernel @maximum_y_of_terms(%multiply_p: f32[3, 64]) {
-+ %sum_p_resharded: f32[3, 64] = reduce_scatter(%multiply_p, dim=0, axes=(x), reduction=sum)
++ %sum_p_scattered: f32[3, 64] = reduce_scatter(%multiply_p, dim=0, axes=(x), reduction=sum)
 - launch @multiply_p_kernel %p -> %multiply_p
-- %sum_p_resharded = allocate f32[3, 64]
-- reduce_scatter sum %sum_p -> %sum_p_resharded on x
-- launch @maximum_y %sum_p_resharded -> %y
+- %sum_p_scattered = allocate f32[3, 64]
+- reduce_scatter sum %sum_p -> %sum_p_scattered on x
+- launch @maximum_y %sum_p_scattered -> %y
 + launch @multiply_p_kernel %p -> %multiply_p sent on x
 + launch_reduce_scatter @maximum_y_of_terms %sum_p -> %y on x
 """

@@ -69,7 +69,7 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
     # The linear layer of the forward pass reads the result of the attention in place, and so does the backward pass.
     assert "copy %saved_attention" not in compiled.program.sources["program.hw"]
     # One product is with the weight, and one is for the gradient of the weight.
-    assert source.count(".multiply(gradient_y_resharded_gathered_") == 2
+    assert source.count(".multiply(gradient_y_sliced_gathered_") == 2
 
 
 class Next(nn.Module):

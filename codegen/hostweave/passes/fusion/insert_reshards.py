@@ -8,6 +8,7 @@ becomes
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
 """
 
+import re
 from dataclasses import replace
 
 from hostweave.base.unchanged import replaced
@@ -15,7 +16,7 @@ from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
 from hostweave.fusion_ir.ops.reductions import as_term, widens
-from hostweave.fusion_ir.resharding import plan
+from hostweave.fusion_ir.resharding import plan, zigzag_changes
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.fusion_ir.sharding import Layout, flow, layout, partial_of, with_layout
 from hostweave.options import Options
@@ -48,11 +49,13 @@ class _Insertion(OpRewriter):
         self.consumers = consumers(fusion)
         self.done: dict[tuple[str, Layout], str] = {}  # (value, layout) -> the same value in this layout
         self.carried: dict[str, DType] = {}  # partial value that was cast -> its dtype in the program
+        self.renamed: dict[str, str] = {}  # result of a reshard that has no name of the user -> its new name
 
     def add(self, op: Op) -> None:
         if op.kind in RESHARDS:
-            self.resolve(op)
+            self.resolve(self.named_by_step(op))
             return
+        op = op.renamed(self.renamed)
         operands = operand_types(op, self.types)
         passed = flow(op, operands, self.mesh)
         computed = passed.computed(layout(op.result.type))
@@ -71,6 +74,20 @@ class _Insertion(OpRewriter):
         self.carried |= {term.name: self.carried[op.result.name]} if op.result.name in self.carried else {}
         self.emit(replace(op, result=term))
         self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
+
+    def named_by_step(self, op: Op) -> Op:
+        """Names the result of the user's reshard after the last step, as results of inserted reshards: `x_resharded` becomes `x_gathered`.
+        Keeps names that the user chose, and names of results."""
+        (source,), name = op.tensors, op.result.name
+        op = replaced(op, operands=(self.renamed.get(source, source),))
+        (given,) = op.tensors
+        is_named = not re.fullmatch(rf"{re.escape(source)}_{OPS['reshard'].makes}(_\d+)?", name) or name in self.fusion.outputs
+        if is_named or zigzag_changes(self.types[given], op.result.type):
+            return op
+        if steps := plan(self.types[given], op.result.type, self.mesh, self.options.sizes, op.location):
+            self.renamed[name] = self.free_name(f"{given}_{SUFFIXES[steps[-1].kind]}")
+            self.consumers[self.renamed[name]] = self.consumers[name]
+        return replaced(op, result=replaced(op.result, name=self.renamed.get(name, name)))
 
     def resolve(self, op: Op) -> None:
         """Emits a reshard. If its operand is a partial value that was cast to another dtype, casts the result back."""
