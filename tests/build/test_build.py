@@ -229,7 +229,7 @@ def test_doctor_names_missing_requirements(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_doctor_names_the_figures_of_the_cost_model(name: str, says: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = (cuda.Gpu(name, "sm_90", 132),) * 2
+    gpus = (cuda.Gpu(name, "sm_90"),) * 2
     monkeypatch.setattr(cuda, "gpus", lambda: gpus)
     monkeypatch.setattr(cuda, "pair_without_access", lambda: None)
     assert f"figures    {says}" in lines_of_doctor()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import ml_dtypes
@@ -56,6 +57,7 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = figures.measured(gpus())
     assert measured is not None
     assert measured.name == gpus()[0].name
+    assert {"name": measured.name, **dict(gpus()[0].limits)}.items() <= asdict(measured).items()
     assert str(figures.file_of(gpus())) in lines[-1]
     assert {link.by for link in measured.links} == {"collective", "put", "get"}
     assert all(seconds > 0 for link in measured.links for _, seconds in link.points)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -11,12 +13,50 @@ from hostweave.build.cuda import Gpu
 from hostweave.fusion_ir.ops.scaled import BLOCKS, ROW, TENSOR
 from hostweave.targets.cuda import handle_of, why_no_peers, why_no_scales
 from hostweave.targets.target import find_target
+from hostweave.types.machine import H200
 
 
 def use_gpus(monkeypatch: pytest.MonkeyPatch, arch: str, count: int, without_access: tuple[int, int] | None = None) -> None:
     monkeypatch.setattr(cuda, "driver_version", lambda: "13.0")
-    monkeypatch.setattr(cuda, "gpus", lambda: (Gpu("NVIDIA H200", arch, 132),) * count)
+    monkeypatch.setattr(cuda, "gpus", lambda: (Gpu("NVIDIA H200", arch),) * count)
     monkeypatch.setattr(cuda, "pair_without_access", lambda: without_access)
+
+
+class Driver:
+    """Functions of libcuda.so.1 that describe one A100. Arguments of type Any are made by ctypes.byref."""
+
+    attributes: ClassVar = {75: 8, 76: 0, 16: 108, 10: 32, 1: 1024, 82: 65536, 120: 0}
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        ctypes.cast(count, ctypes.POINTER(ctypes.c_int))[0] = 1
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        return 0
+
+    def cuDeviceGetName(self, name: Any, size: int, device: Any) -> int:
+        name.value = b"NVIDIA A100"
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> int:
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = self.attributes[attribute]
+        return 0
+
+
+def test_kernels_are_scheduled_for_the_limits_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without figures has the speeds of another GPU, and its own limits."""
+    with monkeypatch.context() as patched:
+        patched.setattr(ctypes, "CDLL", lambda name: Driver())
+        (gpu,) = cuda.gpus.__wrapped__()
+    assert (gpu.name, gpu.arch) == ("NVIDIA A100", "sm_80")
+    use_gpus(monkeypatch, "sm_80", count=1)
+    monkeypatch.setattr(cuda, "gpus", lambda: (gpu,))
+    machine = find_target("cuda").machine(1)
+    assert (machine.stands_for, machine.flops) == ("NVIDIA A100", H200.flops)
+    assert (machine.multiprocessors, machine.cluster_blocks, machine.warp, machine.registers) == (108, 1, 32, 65536)
 
 
 def test_gpus_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

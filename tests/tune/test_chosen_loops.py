@@ -338,7 +338,7 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     fitted = fit(H200, times)
     assert fitted.flops == pytest.approx(700e12, rel=0.02)
     assert fitted.wave == pytest.approx(5e-6, rel=0.1)
-    gpus = (cuda.Gpu("Some GPU", "sm_90", 100),) * 2
+    gpus = (cuda.Gpu("Some GPU", "sm_90"),) * 2
     assert figures.measured(gpus) is None
     assert figures.save(SLOW, gpus) == tmp_path / "machines" / "Some_GPU_x2.json"
     assert figures.measured(gpus) == SLOW

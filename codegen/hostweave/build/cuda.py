@@ -101,11 +101,16 @@ def _find(major: int, roots: list[Path]) -> Cuda:
     return Cuda(major, tuple(find(_INCLUDES, headers)), tuple(linked), nvrtc, (header, library), nvtx)
 
 
+# Figures of `Machine` that the driver reports, with their numbers of CUdevice_attribute.
+_LIMITS = {"multiprocessors": 16, "warp": 10, "block_threads": 1, "registers": 82}
+_CLUSTER_LAUNCH, _CLUSTER_BLOCKS = 120, 8  # attribute of GPUs with clusters, and the portable maximum of blocks of a cluster
+
+
 @dataclass(frozen=True)
 class Gpu:
     name: str
     arch: str  # "sm_90"
-    multiprocessors: int = 0
+    limits: tuple[tuple[str, int], ...] = ()  # figures of `Machine` that the driver reports
 
 
 @cache
@@ -163,14 +168,18 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
-    device, major, minor, multiprocessors = (ctypes.c_int() for _ in range(4))
-    name = ctypes.create_string_buffer(128)
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(128)
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+        return value.value
+
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDeviceGetName(name, len(name), device)
-    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-    driver.cuDeviceGetAttribute(ctypes.byref(multiprocessors), 16, device)
-    return Gpu(name.value.decode(), f"sm_{major.value}{minor.value}", multiprocessors.value)
+    limits = {figure: attribute(number) for figure, number in _LIMITS.items()}
+    limits["cluster_blocks"] = _CLUSTER_BLOCKS if attribute(_CLUSTER_LAUNCH) else 1
+    return Gpu(name.value.decode(), f"sm_{attribute(75)}{attribute(76)}", tuple(limits.items()))  # major and minor compute capability
 
 
 def folders_to_search() -> list[Path]:

@@ -28,7 +28,7 @@ def calibrate() -> Iterator[str]:
     if not gpus:
         raise BuildError("calibrate: there is no GPU to measure; run it on a machine with GPUs")
     cuda.find_cuda().require()
-    machine = replace(H200, name=gpus[0].name, multiprocessors=gpus[0].multiprocessors, links=())
+    machine = replace(H200, name=gpus[0].name, links=()).with_limits(dict(gpus[0].limits))
     expect_steps(2 + len(SHAPES))
     machine = _computing(machine)
     yield f"{machine.name}: {machine.flops / 1e12:.0f} TFLOP/s, {machine.memory / 1e12:.2f} TB/s"

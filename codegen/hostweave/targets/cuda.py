@@ -73,7 +73,8 @@ class _Cuda(Target):
         yield self.name, _readiness(cuda_parts)
 
     def machine(self, ranks: int) -> Machine:
-        machine = figures.measured(cuda.gpus()) or shipped(self.device_name())
+        gpus = cuda.gpus()
+        machine = figures.measured(gpus) or shipped(self.device_name()).with_limits(dict(gpus[0].limits if gpus else ()))
         for scaling in SCALINGS:
             machine = machine.without_scales(scaling, why) if (why := why_no_scales(scaling)) else machine
         if why := why_no_peers(ranks):

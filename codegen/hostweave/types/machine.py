@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -113,6 +113,9 @@ class Machine:
 
     def without_scales(self, scaling: str, why: str) -> Machine:
         return replace(self, no_scales=(*self.no_scales, (scaling, why)))
+
+    def with_limits(self, limits: Mapping[str, Any]) -> Machine:
+        return replace(self, **limits)
 
     def to_json(self) -> str:
         of_this_host = ("refused", "no_peers", "no_scales", "stands_for")
