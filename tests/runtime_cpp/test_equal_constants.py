@@ -8,28 +8,28 @@ import pytest
 
 from hostweave.base.paths import RUNTIME
 from hostweave.fusion_ir.ops.attention import MAX_HEAD
-from hostweave.fusion_ir.ops.indexing import MOST_CHOSEN
+from hostweave.fusion_ir.ops.indexing import MAX_BLOCK_SORT
 from hostweave.host_ir import ir
 from hostweave.host_ir.instructions.windows import SIGNAL_COUNTERS
 from hostweave.kernel_ir.distribute import TILE
 from hostweave.kernel_ir.hold_rows import ROW_ACCESSES
 from hostweave.kernel_ir.number_elements import SHORT
-from hostweave.timeline.cost import MAX_NETWORK_SORT
 from hostweave.tune.cost import MAX_WEIGHT_ELEMENTS
+from hostweave.types.machine import H200
 from hostweave.types.tensor import MAX_DIMS
 
 CONSTANTS = [  # Value in Python, C++ before the value, and the file in `runtime_cpp`.
+    (H200.cluster_blocks, "kMostBlocks =", "include/hostweave/launch.h"),
     (ir.BLOCK_BYTES, "kBlockBytes =", "include/hostweave/terms.h"),
     (ir.EXCHANGE_BYTES, "kExchangeBytes =", "include/hostweave/terms.h"),
     (ir.EXCHANGE_RANKS, "kExchangeRanks =", "include/hostweave/terms.h"),
     (ir.FEW_ROWS, "kFewRows =", "include/hostweave/threads.h"),
     (ir.FEW_SCALED_ROWS, "kFewScaledRows =", "include/hostweave/threads.h"),
     (ir.PRODUCTS, "kProducts =", "include/hostweave/threads.h"),
+    (MAX_BLOCK_SORT, "kSorted =", "include/hostweave/threads.h"),
     (MAX_DIMS, "kMaxDims =", "include/hostweave/tensor.h"),
     (MAX_HEAD, "kMostHead =", "include/hostweave/attention_kernel.h"),
-    (MAX_NETWORK_SORT, "kSorted =", "include/hostweave/threads.h"),
     (MAX_WEIGHT_ELEMENTS, "kMostWeights =", "src/matmul.cpp"),
-    (MOST_CHOSEN, "kSorted =", "include/hostweave/threads.h"),
     (ROW_ACCESSES, "kRowAccesses =", "include/hostweave/threads.h"),
     (SHORT, "fits_int32(int64_t n) { return n <=", "include/hostweave/kernel.h"),
     (SIGNAL_COUNTERS, "config.numRmaSig =", "driver/src/target_cuda.cpp"),

@@ -10,6 +10,7 @@ from hostweave.check.operations import Access, Operation
 from hostweave.communication.cost import CHUNK_SECONDS, LOOP_SECONDS, SWITCH_SECONDS, communication
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS
+from hostweave.fusion_ir.ops.indexing import MAX_BLOCK_SORT
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import Kernel
@@ -22,7 +23,6 @@ EVENT_SECONDS = CHUNK_SECONDS / 2  # seconds of a record, or of a wait for an ev
 FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop by puts has two of each
 LAUNCH_OVERLAP = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
 FIRST_ARRIVAL = 3e-6  # seconds until the last rank arrives at a communication at the start of a call
-MAX_NETWORK_SORT = 2048  # most elements of a fiber that one block sorts with a sorting network: hw::kSorted
 SORT_STEP_SECONDS = 0.45e-6  # seconds per step of the sorting network
 RADIX_SECONDS, RADIX_SECONDS_PER_ELEMENT = 26e-6, 0.3e-9  # radix sort of a longer fiber: fixed seconds, and seconds per element
 COUNT_SECONDS, COUNT_SECONDS_PER_ELEMENT = 3e-6, 0.2e-9  # order of a fiber by group: fixed seconds, and seconds per element
@@ -75,7 +75,7 @@ def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> W
 
 
 def _sorting(length: int) -> float:
-    if length > MAX_NETWORK_SORT:
+    if length > MAX_BLOCK_SORT:
         return RADIX_SECONDS + RADIX_SECONDS_PER_ELEMENT * length
     rounds = ceil(log2(max(length, 1)))
     return SORT_STEP_SECONDS * rounds * (rounds + 1) / 2

@@ -10,7 +10,7 @@ from hostweave.fusion_ir.frontend.functions import _size_of
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops import fits
-from hostweave.fusion_ir.ops.indexing import MOST_CHOSEN
+from hostweave.fusion_ir.ops.indexing import MAX_BLOCK_SORT
 from hostweave.types.size import Size
 from hostweave.types.tensor import INTS, Dim, DType, TensorType, i64, u8
 
@@ -285,8 +285,8 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
     size = x.type.shape[number]
     if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (size.is_int and k > int(size)):
         raise ProgramError.here(f"top_k: k={k!r} is not an int from 1 to {size}, the size of dim {number} of {x.type}")
-    order = _order(x, number, largest, k if k <= MOST_CHOSEN else None)
-    if k > MOST_CHOSEN:
+    order = _order(x, number, largest, k if k <= MAX_BLOCK_SORT else None)
+    if k > MAX_BLOCK_SORT:
         order = order[(*(slice(None) for _ in range(number)), slice(k))]
     return _ordered(x, order, number), order
 

@@ -16,7 +16,7 @@ from hostweave.types.tensor import INTS, NUMBERS, Dim, DType, TensorType, i32, i
 
 OPS: dict[str, OpDef] = {}
 
-MOST_CHOSEN = 2048  # maximum number of elements per row that a GPU selects without a full sort; equals kSorted of threads.h
+MAX_BLOCK_SORT = 2048  # maximum number of elements that one block sorts, and so selects from a longer row: hw::kSorted
 INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the unrelated dim of a source, update or result
 
 
@@ -257,7 +257,7 @@ def _along(kinds: tuple[str, ...], dtype: DType | None = None) -> Infer:
 def _order(types: Types, op: Op) -> TensorType:
     result, first = _along(NUMBERS, i64)(types, op), op[FIRST]
     size = result.shape[op[AXIS]]
-    most = min(int(size), MOST_CHOSEN) if size.is_int else MOST_CHOSEN
+    most = min(int(size), MAX_BLOCK_SORT) if size.is_int else MAX_BLOCK_SORT
     if not 0 <= first <= most:
         raise Mismatch(f"first={first} is not from 0 to {most}; write first=0 to order all elements")
     return _replaced(result, op[AXIS], Size(first)) if first else result
