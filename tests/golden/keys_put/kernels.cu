@@ -63,8 +63,9 @@ __global__ void fill_y_lse(float* y_lse, int64_t elements) {
 // %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_shift)
 // %y_exp: f32[4, 2, S/4] = exp(%y_subtract)
 // %y_sums: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
-__global__ void fused_y_shift_y_sums(const float* y_lse, float* y_shift, float* y_sums, int64_t S) {
-  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::writes(y_shift, S / 2), hw::writes(y_sums, S / 2));
+// %y_weights: f32[4, 2, S/4] = exp(%y_subtract)
+__global__ void fused_y_sums_y_weights(const float* y_lse, float* y_sums, float* y_weights, int64_t S) {
+  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::writes(y_sums, S / 2), hw::writes(y_weights, 2 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
     for (int64_t j : hw::over_grid<kWidth>(S / 2)) {
@@ -84,57 +85,37 @@ __global__ void fused_y_shift_y_sums(const float* y_lse, float* y_shift, float* 
         for (int e = 0; e < kWidth; ++e) {
           const float y_lse_e = y_lse_ij[e];
           const float y_max_e = y_max[e];
-          const float y_shift_e = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
-          const float y_subtract = y_lse_e - y_shift_e;
+          const float y_shift = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
+          const float y_subtract = y_lse_e - y_shift;
           const float y_exp = expf(y_subtract);
           sum[e] += y_exp;
         }
       }
-      hw::Values<float, kWidth> y_shift_j;
       hw::Values<float, kWidth> y_sums_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_max_e = y_max[e];
-        const float y_shift_e = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
-        y_shift_j[e] = y_shift_e;
         y_sums_j[e] = sum[e];
       }
-      hw::store(y_shift + j, y_shift_j);
       hw::store(y_sums + j, y_sums_j);
+      for (int64_t i = 0; i < 4; ++i) {
+        const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
+        hw::Values<float, kWidth> y_weights_ij;
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          const float y_lse_e = y_lse_ij[e];
+          const float y_max_e = y_max[e];
+          const float y_shift = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
+          const float y_subtract = y_lse_e - y_shift;
+          y_weights_ij[e] = expf(y_subtract);
+        }
+        hw::store(y_weights + i * (S / 2) + j, y_weights_ij);
+      }
     }
   };
-  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_shift, y_sums)) {
+  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_sums, y_weights)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());
-  }
-}
-
-// %y_subtract_2: f32[4, 2, S/4] = subtract(%y_lse, %y_shift)
-// %y_weights: f32[4, 2, S/4] = exp(%y_subtract_2)
-__global__ void subtract_exp_y_weights(const float* y_lse, const float* y_shift, float* y_weights, int64_t S) {
-  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::reads(y_shift, S / 2), hw::writes(y_weights, 2 * S));
-  hw::griddep_wait();
-  const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
-    for (Index element : hw::over_grid<kWidth, Index>(2 * S)) {
-      const int64_t j = element % Index(S / 2);
-      const auto y_lse_element = hw::load<kWidth>(y_lse + element);
-      const auto y_shift_j = hw::load<kWidth>(y_shift + j);
-      hw::Values<float, kWidth> y_weights_element;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        const float y_subtract_2 = y_lse_element[e] - y_shift_j[e];
-        y_weights_element[e] = expf(y_subtract_2);
-      }
-      hw::store(y_weights + element, y_weights_element);
-    }
-  };
-  if (S / 2 % 4 != 0 || !hw::aligned(y_lse, y_shift, y_weights)) {
-    compute(hw::Width<1>(), int64_t());
-  } else if (hw::fits_int32(2 * S)) {
-    compute(hw::Width<4>(), uint32_t());
-  } else {
-    compute(hw::Width<4>(), int64_t());
   }
 }
 

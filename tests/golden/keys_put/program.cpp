@@ -16,8 +16,7 @@ Program::Program(hw::Rank& rank)
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(concat_y_kv));
   HW_CHECK(hw::load(fill_y_lse));
-  HW_CHECK(hw::load(fused_y_shift_y_sums));
-  HW_CHECK(hw::load(subtract_exp_y_weights));
+  HW_CHECK(hw::load(fused_y_sums_y_weights));
   HW_CHECK(hw::load(fused_y));
 }
 
@@ -40,14 +39,13 @@ OutputShapes Program::prepare(const Inputs& in) {
                                       hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
-    // - keys_, y_shift_
+    // - keys_, y_sums_
     memory.allocate_window(y_kv_, 64 * S);
     memory.allocate(keys_, 256 * S);
     memory.allocate(y_blocks_, 128 * S);
     memory.allocate(y_lse_, 2 * S);
     memory.free(y_kv_);
     memory.free(keys_);
-    memory.allocate(y_shift_, S / 2);
     memory.allocate(y_sums_, S / 2);
     arena_.reserve(memory);
     prepared_ = sizes;
@@ -119,8 +117,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_shift_y_sums, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_shift_, y_sums_, S));
-  HW_CHECK(hw::launch_pdl(subtract_exp_y_weights, hw::grid_of_elements<4>(2 * S), caller, y_lse_, y_shift_, y_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y_sums_y_weights, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_sums_, y_lse_, S));
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, y_sums_, y_lse_, y_blocks_, y, S));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -71,7 +71,6 @@ class Program {
   hw::bf16* keys_ = nullptr;      // bf16[4, 2, S/4, 128]
   hw::bf16* y_blocks_ = nullptr;  // bf16[4, 2, S/4, 64]
   float* y_lse_ = nullptr;        // f32[4, 2, S/4], also y_weights
-  float* y_shift_ = nullptr;      // f32[1, 2, S/4]
   float* y_sums_ = nullptr;       // f32[1, 2, S/4]
   hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };

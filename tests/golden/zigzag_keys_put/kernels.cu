@@ -63,9 +63,10 @@ __global__ void fill_y_attention_lse(float* y_attention_lse, int64_t elements) {
 // %y_attention_subtract: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_shift)
 // %y_attention_exp: f32[2, 4, S/2] = exp(%y_attention_subtract)
 // %y_attention_sums: f32[1, 4, S/2] = sum(%y_attention_exp, axis=(0,), keepdims=true)
-__global__ void fused_y_attention_shift_y_attention_sums(const float* y_attention_lse, float* y_attention_shift,
-                                                         float* y_attention_sums, int64_t S) {
-  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::writes(y_attention_shift, 2 * S), hw::writes(y_attention_sums, 2 * S));
+// %y_attention_weights: f32[2, 4, S/2] = exp(%y_attention_subtract)
+__global__ void fused_y_attention_sums_y_attention_weights(const float* y_attention_lse, float* y_attention_sums,
+                                                           float* y_attention_weights, int64_t S) {
+  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::writes(y_attention_sums, 2 * S), hw::writes(y_attention_weights, 4 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
     for (int64_t j : hw::over_grid<kWidth>(2 * S)) {
@@ -85,60 +86,39 @@ __global__ void fused_y_attention_shift_y_attention_sums(const float* y_attentio
         for (int e = 0; e < kWidth; ++e) {
           const float y_attention_lse_e = y_attention_lse_ij[e];
           const float y_attention_max_e = y_attention_max[e];
-          const float y_attention_shift_e =
+          const float y_attention_shift =
               (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
-          const float y_attention_subtract = y_attention_lse_e - y_attention_shift_e;
+          const float y_attention_subtract = y_attention_lse_e - y_attention_shift;
           const float y_attention_exp = expf(y_attention_subtract);
           sum[e] += y_attention_exp;
         }
       }
-      hw::Values<float, kWidth> y_attention_shift_j;
       hw::Values<float, kWidth> y_attention_sums_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_attention_max_e = y_attention_max[e];
-        const float y_attention_shift_e =
-            (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
-        y_attention_shift_j[e] = y_attention_shift_e;
         y_attention_sums_j[e] = sum[e];
       }
-      hw::store(y_attention_shift + j, y_attention_shift_j);
       hw::store(y_attention_sums + j, y_attention_sums_j);
+      for (int64_t i = 0; i < 2; ++i) {
+        const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * 2 * S + j);
+        hw::Values<float, kWidth> y_attention_weights_ij;
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          const float y_attention_lse_e = y_attention_lse_ij[e];
+          const float y_attention_max_e = y_attention_max[e];
+          const float y_attention_shift =
+              (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
+          const float y_attention_subtract = y_attention_lse_e - y_attention_shift;
+          y_attention_weights_ij[e] = expf(y_attention_subtract);
+        }
+        hw::store(y_attention_weights + i * 2 * S + j, y_attention_weights_ij);
+      }
     }
   };
-  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_shift, y_attention_sums)) {
+  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_sums, y_attention_weights)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());
-  }
-}
-
-// %y_attention_subtract_2: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_shift)
-// %y_attention_weights: f32[2, 4, S/2] = exp(%y_attention_subtract_2)
-__global__ void subtract_exp_y_attention_weights(const float* y_attention_lse, const float* y_attention_shift,
-                                                 float* y_attention_weights, int64_t S) {
-  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::reads(y_attention_shift, 2 * S), hw::writes(y_attention_weights, 4 * S));
-  hw::griddep_wait();
-  const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
-    for (Index element : hw::over_grid<kWidth, Index>(4 * S)) {
-      const int64_t j = element % Index(2 * S);
-      const auto y_attention_lse_element = hw::load<kWidth>(y_attention_lse + element);
-      const auto y_attention_shift_j = hw::load<kWidth>(y_attention_shift + j);
-      hw::Values<float, kWidth> y_attention_weights_element;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        const float y_attention_subtract_2 = y_attention_lse_element[e] - y_attention_shift_j[e];
-        y_attention_weights_element[e] = expf(y_attention_subtract_2);
-      }
-      hw::store(y_attention_weights + element, y_attention_weights_element);
-    }
-  };
-  if (2 * S % 4 != 0 || !hw::aligned(y_attention_lse, y_attention_shift, y_attention_weights)) {
-    compute(hw::Width<1>(), int64_t());
-  } else if (hw::fits_int32(4 * S)) {
-    compute(hw::Width<4>(), uint32_t());
-  } else {
-    compute(hw::Width<4>(), int64_t());
   }
 }
 

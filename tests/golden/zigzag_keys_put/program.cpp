@@ -17,8 +17,7 @@ Program::Program(hw::Rank& rank)
       arena_({&channel_cp_}) {
   HW_CHECK(hw::load(concat_y_attention_kv));
   HW_CHECK(hw::load(fill_y_attention_lse));
-  HW_CHECK(hw::load(fused_y_attention_shift_y_attention_sums));
-  HW_CHECK(hw::load(subtract_exp_y_attention_weights));
+  HW_CHECK(hw::load(fused_y_attention_sums_y_attention_weights));
   HW_CHECK(hw::load(fused_y_attention));
 }
 
@@ -45,8 +44,7 @@ OutputShapes Program::prepare(const Inputs& in) {
         hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}));
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
-    // - k_gathered_, y_attention_shift_
-    // - y_attention_lse_half_packed_, y_attention_sums_
+    // - k_gathered_, y_attention_sums_
     memory.allocate_window(y_attention_kv_, 128 * S);
     memory.allocate(k_gathered_, 256 * S);
     memory.allocate(y_attention_blocks_, 256 * S);
@@ -55,7 +53,6 @@ OutputShapes Program::prepare(const Inputs& in) {
     memory.join(ring_);
     memory.free(y_attention_kv_);
     memory.free(k_gathered_);
-    memory.allocate(y_attention_shift_, 2 * S);
     memory.allocate(y_attention_sums_, 2 * S);
     arena_.reserve(memory);
     prepared_ = sizes;
@@ -131,10 +128,8 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_attention_shift_y_attention_sums, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
-                          y_attention_shift_, y_attention_sums_, S));
-  HW_CHECK(hw::launch_pdl(subtract_exp_y_attention_weights, hw::grid_of_elements<4>(4 * S), caller, y_attention_lse_,
-                          y_attention_shift_, y_attention_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y_attention_sums_y_attention_weights, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
+                          y_attention_sums_, y_attention_lse_, S));
   HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, y_attention_sums_, y_attention_lse_,
                           y_attention_blocks_, y, 2 * S));
   HW_CHECK(arena_.end_call(caller));

@@ -76,7 +76,6 @@ class Program {
   hw::bf16* y_attention_blocks_ = nullptr;               // bf16[2, 4, S/2, 64]
   float* y_attention_lse_ = nullptr;                     // f32[2, 4, S/2], also y_attention_weights
   std::array<float*, 2> y_attention_lse_half_packed_{};  // f32[4, S/4], one per stream
-  float* y_attention_shift_ = nullptr;                   // f32[1, 4, S/2]
   float* y_attention_sums_ = nullptr;                    // f32[1, 4, S/2]
   hw::Optional<Sizes> prepared_;                         // sizes of the last call of `prepare`
 };

@@ -125,6 +125,15 @@ def test_one_short_row_is_reduced_and_used_by_one_kernel(elements: int, kernels:
     assert held or kernels > 1
 
 
+@pytest.mark.parametrize(("rows", "kernels"), [(2, 1), (8, 1), (9, 2)])
+def test_short_columns_are_reduced_and_used_by_one_kernel(rows: int, kernels: int) -> None:
+    @hw.fusion(x=hw.f32[rows, "N"])
+    def shifted(x: hw.Tensor) -> hw.Tensor:
+        return hw.exp(x - hw.max(x, axis=0, keepdims=True))
+
+    assert str(lower(shifted, Options())).count("launch ") == kernels
+
+
 def test_chunks_of_a_loop() -> None:
     before = host("""\
 %h = allocate f32[M, N]

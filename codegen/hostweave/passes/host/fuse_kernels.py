@@ -33,6 +33,7 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
 CHEAP = 10  # number of additions that take as long as a read of one element
+MAX_SHORT_COLUMN = 8  # longest column, in elements, that one thread reads twice in less time than a second launch takes
 MAX_SHORT_ROW = 1 << 14  # longest row, in elements, that one thread block reads in less time than a second launch takes
 _number = attrgetter("number")
 
@@ -282,10 +283,11 @@ class Links:
             return str(reason)
         row = product(tuple(walked.sizes[index] for index in walked.reduced))
         is_fast = bool(walked.kept) or (row.is_int and int(row) <= MAX_SHORT_ROW)
+        is_column = bool(walked.kept) and row.is_int and int(row) <= MAX_SHORT_COLUMN
         for result in kernel.results:
             if walked.reduced and walked.is_whole(result.name):
                 inner = {[i for i in walked.indices[p.name] if i][-1] for p in kernel.inputs if any(walked.indices[p.name])}
-                if not is_fast or not inner & set(walked.reduced):
+                if not is_fast or not (is_column or inner & set(walked.reduced)):
                     return f"few threads would compute all of %{result.name}"
         costly = [op.result.name for op in kernel.ops if OPS[op.kind].cost > CHEAP and not _divides_by_constant(op)]
         again = next((name for name in costly if _is_repeated(name, walked)), None)
