@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from random import Random
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import host_text
+import numpy as np
 import pytest
 from forked import run
 from lowered_fusions import NAMES, program
@@ -18,7 +20,7 @@ from processes import environment
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
-from hostweave.check.memory import Memory, Pieces
+from hostweave.check.memory import ByteBlocks, Memory, Pieces, starts_of_runs
 from hostweave.check.operations import ByteRegion, Root, layout
 from hostweave.host_ir import ir, tree
 from hostweave.types.tensor import bf16
@@ -120,13 +122,44 @@ def test_dividing_more_rows_takes_no_more_steps() -> None:
     assert steps_of_python(lambda: divided(2**12)) == steps_of_python(lambda: divided(2**6))
 
 
+def rows_of(count: int) -> frozenset[ByteBlocks]:
+    return frozenset({(0, (), 32 * count), (0, ((count // 2, 64),), 24), *((offset, ((count, 32),), 8) for offset in (0, 8, 16, 24))})
+
+
 def test_dividing_many_rows_takes_less_than_a_second() -> None:
-    """np.unique would take about 1 s. A stable sort is fast, because the boundaries of each access are already in order."""
+    """np.unique would take about 1 s. A stable sort is fast, because the boundaries of each access are already in order. The additional
+    byte makes the last row longer than the other rows."""
     count = 2**18
-    regions = frozenset({(0, (), 32 * count), (0, ((count // 2, 64),), 24), *((offset, ((count, 32),), 8) for offset in (0, 8, 16, 24))})
     before = time.thread_time()
-    assert len(Pieces(32 * count, regions).first_segments) == 7
+    assert len(Pieces(32 * count + 1, rows_of(count)).first_segments) == 8
     assert time.thread_time() - before < 0.8  # The time is usually 0.15 s.
+
+
+def test_only_two_of_the_rows_with_the_same_accesses_are_divided() -> None:
+    assert Pieces(32 * 2**40, rows_of(2**40)).first_segments == Pieces(32 * 8, rows_of(8)).first_segments
+
+
+def random_regions(random: Random, step: int, count: int) -> Iterator[ByteBlocks]:
+    """Regions of `count` rows of `step` bytes. Some have two parts per row, and some are contiguous."""
+    for _ in range(random.randint(1, 5)):
+        stride = random.choice([1, step // 2, step])
+        first, offset = random.randrange(step * count // stride), random.randrange(stride)
+        rows, run = random.randint(1, step * count // stride - first), random.randint(1, stride - offset)
+        yield (first * stride + offset, ((rows, stride),), run) if run < stride else (first * stride, (), rows * stride)
+
+
+def test_a_piece_has_all_bytes_with_the_same_accesses() -> None:
+    random = Random(0)
+    for _ in range(300):
+        step, count = random.choice([2, 4, 8]), random.randint(1, 8)
+        regions, firsts = frozenset(random_regions(random, step, count)), dict[frozenset[ByteBlocks], int]()
+        bytes_of = {of: {start + at for start in starts_of_runs(*of, np.dtype(int)) for at in range(of[2])} for of in regions}
+        for byte in range(step * count):
+            firsts.setdefault(frozenset(of for of in regions if byte in bytes_of[of]), byte)
+        pieces = Pieces(step * count, regions)
+        assert [segment.start for segment in pieces.first_segments] == [*firsts.values()], regions
+        for of in regions:
+            assert pieces.covered[of] == tuple(piece for piece, accesses in enumerate(firsts) if of in accesses), regions
 
 
 @pytest.mark.parametrize("scale", [1, 2**59, 2**60, 2**70])

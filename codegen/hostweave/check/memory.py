@@ -1,7 +1,9 @@
 """Last accesses to the bytes of each buffer, to find unordered accesses."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,15 +30,17 @@ class Pieces:
     """Partition of a buffer's bytes into pieces, which need not be contiguous. Every access covers a piece completely or not at all."""
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
-        last = max(size, *(offset + run + sum(count * step for count, step in rows) for offset, rows, run in regions_of_bytes))
+        kept, step, fewer = _with_fewer_rows(size, regions_of_bytes)
+        kept_size, blocks = len(kept) * step, {*fewer.values()}
+        last = max(kept_size, *(offset + run + sum(count * step for count, step in rows) for offset, rows, run in blocks))
         integer = np.dtype(np.int64 if last < 2**63 else object)  # Python's integers if 64 bits are too few
-        starts = {block: starts_of_runs(*block, integer) for block in regions_of_bytes}
+        starts = {block: starts_of_runs(*block, integer) for block in blocks}
         ends = {block: first + block[2] for block, first in starts.items()}
         # Two consecutive cuts bound a segment. A stable sort is many times faster than np.unique, because the parts are sorted already.
-        cuts = np.sort(np.concatenate([np.array([0, size], integer), *starts.values(), *ends.values()]), kind="stable")
+        cuts = np.sort(np.concatenate([np.array([0, kept_size], integer), *starts.values(), *ends.values()]), kind="stable")
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
         piece_of, covers = np.zeros(len(cuts) - 1, np.int64), dict[ByteBlocks, npt.NDArray[np.bool_]]()
-        for block in regions_of_bytes:
+        for block in blocks:
             first, end = (np.bincount(np.searchsorted(cuts, of[block]), minlength=len(cuts)) for of in (starts, ends))
             covers[block] = np.cumsum(first - end)[:-1] > 0
             parts = 2 * piece_of + covers[block]  # A piece that the access covers only partly becomes two pieces.
@@ -44,8 +48,48 @@ class Pieces:
         first_of_piece = np.zeros(piece_of.max(initial=-1) + 1, np.int64)
         first_of_piece[piece_of[::-1]] = np.arange(len(piece_of))[::-1]
         first_of_piece.sort()  # Pieces are numbered in the order of their first segments.
-        self.first_segments = [range(int(cuts[segment]), int(cuts[segment + 1])) for segment in first_of_piece]
-        self.covered = {block: tuple(np.flatnonzero(of[first_of_piece]).tolist()) for block, of in covers.items()}
+
+        def position(cut: int) -> int:
+            return kept[cut // step] * step + cut % step if cut < kept_size else size
+
+        self.first_segments = [range(position(int(cuts[segment])), position(int(cuts[segment + 1]))) for segment in first_of_piece]
+        covered = {block: tuple(np.flatnonzero(of[first_of_piece]).tolist()) for block, of in covers.items()}
+        self.covered = {block: covered[fewer[block]] for block in regions_of_bytes}
+
+
+def _with_fewer_rows(size: int, regions: frozenset[ByteBlocks]) -> tuple[Sequence[int], int, dict[ByteBlocks, ByteBlocks]]:
+    """Divides a buffer into rows, and keeps the first two of consecutive rows with the same accesses. The kept rows have the same pieces.
+
+    Returns the numbers of the kept rows, the bytes of a row, and the bytes of each region in the kept rows. If an access does not consist
+    of equal parts of rows, the whole buffer is one row.
+    """
+    step = max((rows[0][1] for _, rows, _ in regions if rows), default=0)
+    parts = {region: part for region in regions if step and (part := _part_of_rows(region, step))}
+    ends = {0, size // step if step else 0}.union(*((first, first + count) for first, count, _ in parts.values()))
+    if len(parts) < len(regions) or size != max(ends) * step:
+        return (0,), size, {region: region for region in regions}
+    kept = [row for first, end in pairwise(sorted(ends)) for row in range(first, min(first + 2, end))]
+    fewer = dict[ByteBlocks, ByteBlocks]()
+    for region, (first, count, (offset, rows, run)) in parts.items():
+        begin, end = (bisect_left(kept, row) for row in (first, first + count))
+        at, number = begin * step + offset, end - begin
+        fewer[region] = (at, (), number * step) if run == step else (at, ((number, step), *rows), run)
+    return kept, step, fewer
+
+
+def _part_of_rows(region: ByteBlocks, step: int) -> tuple[int, int, ByteBlocks] | None:
+    """(first row, number of rows, bytes in a row) of a region in rows of `step` bytes. None if the parts of the rows differ."""
+    offset, rows, run = region
+    if not rows:
+        rows, run = (((1, step),), run) if run % step else (((run // step, step),), step)
+    (count, stride), *inner = rows
+    if not stride or step % stride or count % (step // stride):
+        return None
+    if stride < step:
+        inner = [(step // stride, stride), *inner]
+    first, offset = divmod(offset, step)
+    extent = offset + run + sum((number - 1) * length for number, length in inner)
+    return (first, count * stride // step, (offset, tuple(inner), run)) if extent <= step else None
 
 
 def starts_of_runs(offset: int, rows: tuple[tuple[int, int], ...], run: int, integer: np.dtype[Any]) -> npt.NDArray[Any]:
