@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import pytest
 from fusions_from_files import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
 from interpret import interpret
 from numpy.typing import NDArray
@@ -130,6 +129,8 @@ def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed
 def run_in_flight_on_gpus(program: hw.Program, calls: Sequence[Arrays], device: str = "cuda:0") -> list[list[Any]]:
     """Results of calls in flight, as NumPy arrays. The calls use tensors on GPUs, because a call with outputs in host memory ends before
     the next call begins. Memory is filled with NaN before each call."""
+    import pytest
+
     torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
     def tensor(array: Array) -> Any:

@@ -128,7 +128,9 @@ def run_all(rank: Rank, which: str) -> None:
     programs = programs_for(rank.group.count, which)
     both = ("peer", "one_sided") if rank.target == "cpu" else ("peer",)  # On CUDA, one_sided needs a recent NCCL.
     for (name, fusion), transport in ((item, by) for item in programs.items() for by in (both if item[0] in EXCHANGES else ("auto",))):
-        program = hw.compile(fusion, target=rank.target, options=hw.Options(transport=transport))
+        # The fixture `all_built` has checked the programs. The check takes as long as the rest of the compilation.
+        options = hw.Options(transport=transport, check=False)
+        program = hw.compile(fusion, target=rank.target, options=options)
         sizes = sizes_of(program.host, more=1)
         calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
         is_told = program.host.uneven or any(value.type.mesh for value in fusion.inputs)  # Local shapes do not determine the sizes.
