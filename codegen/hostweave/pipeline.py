@@ -19,6 +19,7 @@ from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.compose_scaled_matmuls import compose_scaled_matmuls
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
+from hostweave.passes.fusion.gather_ahead import gather_ahead
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.join_blocks_of_keys import join_blocks_of_keys
 from hostweave.passes.fusion.keep_groups_apart import keep_groups_apart
@@ -81,6 +82,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     stream_by_cost,
     attend_by_blocks,
     choose_overlap,
+    gather_ahead,
     overlap_communication,
     multiply_shards,
     order_stages,
@@ -112,7 +114,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
 _STAGES = ("input", *(apply.__name__ for apply in PASSES))
 
 # These passes take the whole program. Every other pass runs on each function as a separate program, then on the main body.
-WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
+WHOLE: tuple[Callable[[Any, Options], Any], ...] = (gather_ahead, overlap_communication, lower_to_host, reduce_in_kernels)
 
 # Invariants of the host IR. The first pass of an entry establishes the invariant. The second pass, if any, may break the invariant. A
 # user's host program need not satisfy the invariants. `LEVELS` has the rules of the fusion IR.

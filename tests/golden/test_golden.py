@@ -49,8 +49,30 @@ def vocabulary(table: hw.Tensor, ids: hw.Tensor, scores: hw.Tensor) -> tuple[hw.
     return hw.embedding(ids, table), hw.where(is_past, scores, float("-inf"))
 
 
-COLUMNS = {"weights_by_columns": weights_by_columns, "weights_gradient": weights_gradient, "vocabulary": vocabulary}
-FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION, **COLUMNS}
+@hw.block(x=bf16["M@dp", "E"], up=bf16["E@dp", "F"], down=bf16["F@dp", "E"])
+def sharded_layer(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
+    return x + hw.matmul(hw.relu(hw.matmul(x, hw.reshard(up, "E", "F"))), hw.reshard(down, "F", "E"))
+
+
+@hw.fusion(
+    mesh=hw.Mesh(dp=4),
+    x=bf16["M@dp", "E"],
+    **{f"{name}_{i}": bf16["E@dp", "F"] if name == "up" else bf16["F@dp", "E"] for i in range(4) for name in ("up", "down")},
+)
+def sharded_layers(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
+    """Layers with sharded weights. The weights of a layer are gathered during the layer before."""
+    for i in range(4):
+        x = sharded_layer(x, weights[f"up_{i}"], weights[f"down_{i}"])
+    return x
+
+
+FURTHER = {
+    "weights_by_columns": weights_by_columns,
+    "weights_gradient": weights_gradient,
+    "vocabulary": vocabulary,
+    "sharded_layers": sharded_layers,
+}
+FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION, **FURTHER}
 OPTIONS = {
     "zigzag_keys_put": hw.Options(sizes={"S": 4096}, choices={"@in_zigzag %k_gathered": "put(2)"}),
     "weights_by_columns": hw.Options(

@@ -18,6 +18,7 @@ from hostweave.communication.packing import (
 )
 from hostweave.communication.steps import Dataflow, LoopSteps, Values, dim_of_chunk, rank_in_group
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops.attributes import DIM
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -36,7 +37,7 @@ class CollectiveLowering:
 
     def run(self, steps: LoopSteps | None) -> None:
         change, src, dst = step_of(self.op), self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
-        shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, steps), self._is_uneven())
+        shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, steps), _is_uneven(self.flow, self.op))
         if change.kind == "all_to_all" and shards.is_uneven and not collectives_on(self.b, shards.axes).takes_uneven:
             with self._padded(src, dst) as padded:
                 self._emit(*padded, replace(shards, is_uneven=False), steps)
@@ -76,12 +77,6 @@ class CollectiveLowering:
     def _dim_of_chunk(self, dim: int | None, steps: LoopSteps | None) -> int | None:
         return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], steps)
 
-    def _is_uneven(self) -> bool:
-        """True if shards may differ in size along a dim whose sharding the op changes."""
-        dims = zip(self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims, strict=True)
-        mesh, changed = self.flow.mesh_of(self.op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
-        return any(old.size.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
-
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
         """Yields padded buffers for `src` and `dst` with blocks of equal size. Copies `src` to the first buffer and, on exit, the second
@@ -102,6 +97,19 @@ class CollectiveLowering:
         b.emit(ir.Copy(src, given))
         yield sent, landing
         b.emit(ir.Copy(wanted, dst))
+
+
+def _is_uneven(flow: Dataflow, op: Op) -> bool:
+    """True if shards may differ in size along a dim whose sharding the op changes."""
+    dims = zip(flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)
+    mesh, changed = flow.mesh_of(op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
+    return any(old.size.is_uneven(mesh.size_of(axes), flow.uneven) for old, axes in changed)
+
+
+def gather_one(b: Builder, flow: Dataflow, op: Op, src: str, dst: str) -> None:
+    """Gathers one tensor, `src`, of the stack that the all_gather `op` reads."""
+    shards = Shards(flow.mesh_of(op), step_of(op).axes, op[DIM] - 1, _is_uneven(flow, op))
+    gather(b, src, dst, shards, None)
 
 
 def gather(b: Builder, src: str, dst: str, shards: Shards, steps: LoopSteps | None, wants_own: bool = True) -> None:

@@ -8,8 +8,10 @@ from hostweave.base.unchanged import fact
 from hostweave.fusion_ir.ir import CHUNKINGS, MAX_STEPS, ROTATIONS, ChunkLoop, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, EACH, INDEX, LAGGED, SOURCES, VALUE
+from hostweave.fusion_ir.ops.calls import is_gathered_by_call, is_repeat
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
+from hostweave.fusion_ir.rewriting import consumers
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.types.blocks import Transfer
 from hostweave.types.mesh import Mesh
@@ -88,9 +90,11 @@ def _verify_groups(body: Fusion) -> None:
         if group and (maker := body.made.get(name)) and maker.callee is None:
             why = f"only a repeat returns a parameter group; return a {maker.kind} as one tensor"
             raise ProgramError(f"%{name}: {why}", maker.location)
+    users = consumers(body) if groups else {}
     for op in body.ops if groups else ():
         for at, operand in enumerate(op.operands):
-            reads_one = (op.kind == "repeat" and at in (*op[EACH], *op[LAGGED])) or (op.kind == "select" and op[AXIS] == 0)
+            reads_one = (is_repeat(op) and at in (*op[EACH], *op[LAGGED])) or (op.kind == "select" and op[AXIS] == 0)
+            reads_one = reads_one or is_gathered_by_call(op, users[op.result.name])
             if operand in groups and not reads_one:
                 why = "is a parameter group, whose tensors are separate; repeat over it, or select one"
                 raise ProgramError(f"{op.kind}: %{operand} {why}", op.location)

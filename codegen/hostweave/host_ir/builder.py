@@ -269,8 +269,15 @@ class Builder:
         return name not in self._view_of
 
     def is_in_window(self, name: str) -> bool:
-        """True for parameters that peers can access, and for every allocation, because `with_windows` can move allocations to windows."""
+        """True for parameters that peers can access, and for every allocation, because `with_windows` can move allocations to windows. Also
+        true for slots."""
         return name in self._windows
+
+    def slot(self, allocation: str, index: Expr, wanted: str) -> str:
+        """View at an index of dim 0. The ranks that communicate have the view at the same offset in the allocation."""
+        name = self.select(allocation, 0, index, wanted)
+        self._windows.add(name)
+        return name
 
     def is_outside(self, name: str) -> bool:
         """True if a buffer or view is defined outside of all loops and blocks that are being built."""

@@ -9,7 +9,9 @@ from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import OPS, communicates
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import COMPOSED, KEY_BLOCKS, MESH_AXES
+from hostweave.fusion_ir.ops.calls import is_gathered_by_call
 from hostweave.fusion_ir.ops.scaled import MULTIPLE, WHY_DTYPES, WHY_MACHINE, is_composed, scaling
+from hostweave.fusion_ir.rewriting import consumers
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.options import Options
@@ -49,7 +51,7 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     found = list(candidates(body, options.sizes))
     possible = {candidate.reshard.result.name: candidate for candidate in found}
     with_keys = {candidate.keys.values.result.name: candidate.reshard.result.name for candidate in found if candidate.keys}
-    types, times = body.types, seconds(body, options.sizes, options.figures, options.tf32)
+    types, times, users = body.types, seconds(body, options.sizes, options.figures, options.tf32), consumers(body)
     for choice in chosen.values():
         if choice.value not in types:
             yield f"%{choice.value}, the gather of keys in zigzag order, and the gather of their values: in sequence{times_of(choice)}"
@@ -57,6 +59,8 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
         name = op.result.name
         if name in with_keys:
             yield f"%{name} = all_gather of %{op.tensors[0]}: like %{with_keys[name]}, with which it would share a loop"
+        elif is_gathered_by_call(op, users[name]):
+            yield f"%{name} = all_gather of %{op.tensors[0]}: each call gathers the tensor of the next call{_by(chosen.get(name), options)}"
         elif communicates(op) and not op.callee:
             how = _how(op, body.loop_of.get(name), chosen.get(name), possible.get(name), options, _hidden(body, position, times))
             if name in in_kernels:
@@ -75,6 +79,14 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
         elif _makes_scores(op, body.ops[position + 1 :], types):
             why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has dropout, or a mask of another dtype"
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, because {why}"
+
+
+def _by(choice: Choice | None, options: Options) -> str:
+    """The transport of a gather for the next call, and the predicted times."""
+    if choice is None:
+        return ""
+    by = f" by {choice.chosen.algorithm}, {transport_of(choice.chosen, options).name}" if choice.chosen.chunks else ""
+    return f"{by}{times_of(choice)}"
 
 
 def _makes_scores(op: Op, later: Sequence[Op], types: Mapping[str, TensorType]) -> bool:

@@ -1,7 +1,7 @@
 """Candidates for overlap, and their predicted times. A candidate is a reshard that a chunk loop can hide behind matmuls or attention."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
 
@@ -205,8 +205,11 @@ def _may_copy(options: Options, is_even: bool) -> bool:
     return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
 
-def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool) -> tuple[Alternative, ...]:
+def alternatives_outside_loops(
+    op: Op, fusion: Fusion, options: Options, overlaps: bool, reaches: bool, is_by_call: bool = False
+) -> tuple[Alternative, ...]:
     """Alternatives for a gather or a reduce-scatter outside of loops, fastest first. Empty if none is possible, or if a size is unknown.
+    With `is_by_call`, the op gathers one tensor of a stack at a time.
 
     A collective is always possible. Copy engines are possible if `reaches`. Copy engines use gets for reduce-scatters, and for operands
     that the program allocates. Copy engines use puts for all other operands, which are not in windows. In an alternative with one chunk per
@@ -214,6 +217,7 @@ def alternatives_outside_loops(op: Op, fusion: Fusion, options: Options, overlap
     """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
+    op = replace(op, result=replace(op.result, type=replace(op.result.type, dims=op.result.type.dims[1:]))) if is_by_call else op
     ranks = op.result.type.mesh_in(fusion.mesh).size_of(step.axes)
     if (
         op.kind not in ("all_gather", "reduce_scatter")
@@ -342,6 +346,15 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
         if times[other.result.name] and not in_loop:  # The position must not be inside a loop.
             best = at
     return best
+
+
+def is_better_inside(gather: Op, beside: Sequence[Op], function: Fusion, options: Options, times: Mapping[str, float]) -> bool:
+    """True if a function should gather a weight itself, although its caller can gather the weight ahead. Separate matmuls then read the
+    gathered shards, so no copy rearranges the shards, and earlier ops of the function hide the communications `beside`."""
+    possible = alternatives_outside_loops(gather, function, options, overlaps=True, reaches=reaches_memory(function, options))
+    earlier = function.ops[: _first_use(function.ops, function.ops.index(gather))]
+    work = sum(times[op.result.name] for op in earlier if not communicates(op))
+    return bool(possible) and possible[0].chunks > 1 and work >= sum(times[op.result.name] for op in beside)
 
 
 def _in_flight(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> float:

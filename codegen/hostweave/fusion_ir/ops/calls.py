@@ -1,11 +1,12 @@
 """Calls of functions, repeats of calls, and user kernels."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import BACKWARD, CARRIED, DEPTH, EACH, INDEX, LAGGED, RETURNED
+from hostweave.fusion_ir.ops.attributes import BACKWARD, CARRIED, DEPTH, DIM, EACH, INDEX, LAGGED, RETURNED
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, opaque, unsharded
 from hostweave.types.mesh import Sizes
 from hostweave.types.size import Size
@@ -29,7 +30,7 @@ def times_called(op: Op, sizes: Sizes) -> int:
     """Number of times that an op calls its function. An `output` only names a further result of a call."""
     if op.kind == "output":
         return 0
-    return op[DEPTH].bind(sizes) if op.kind == "repeat" else 1
+    return op[DEPTH].bind(sizes) if is_repeat(op) else 1
 
 
 def stacked(type: TensorType, depth: Size) -> TensorType:
@@ -40,6 +41,18 @@ def carried_by(op: Op) -> dict[int, int]:
     """Maps each carried operand of a repeat to the result that replaces this operand in the next call."""
     operands, results = op[CARRIED], op[RETURNED]
     return dict(zip(operands, results, strict=True))
+
+
+def is_repeat(op: Op) -> bool:
+    return op.kind == "repeat"
+
+
+def is_gathered_by_call(op: Op, users: Sequence[Op | None]) -> bool:
+    """True if an op is an async gather of tensors in a stack or group, and only a repeat reads these tensors, one in each call. Each call
+    then gathers the tensor of the next call."""
+    user = users[0] if op.kind == "all_gather" and len(users) == 1 else None
+    is_read_by_call = user is not None and is_repeat(user) and user.operands.index(op.result.name) in user[EACH]
+    return is_read_by_call and op.result.is_async and op[DIM] > 0
 
 
 def lagged_by(op: Op) -> dict[int, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
-from hostweave.fusion_ir.ops.attributes import DIM, OFFSET, REDUCTION, SCALE
+from hostweave.fusion_ir.ops.attributes import DIM, MESH_AXES, OFFSET, REDUCTION, SCALE
 from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, DType, TensorType
@@ -125,6 +125,11 @@ class OpDef:
     def reduces_to_all(self) -> bool:
         """True if all ranks get all combined terms."""
         return self.reduces and DIM not in self.attributes and not self.to_other_mesh
+
+    @property
+    def gathers_shards(self) -> bool:
+        """True if each rank gets the shards of all ranks along a dim."""
+        return self.is_reshard_step and not self.is_view and {DIM, MESH_AXES} == {*self.attributes}
 
     @property
     def is_attention(self) -> bool:

@@ -19,9 +19,9 @@ from hostweave.communication.algorithms import transport_of
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
-from hostweave.fusion_ir.ops.calls import times_called
+from hostweave.fusion_ir.ops.calls import is_gathered_by_call, times_called
 from hostweave.fusion_ir.resharding import step_of
-from hostweave.fusion_ir.rewriting import in_order, map_functions
+from hostweave.fusion_ir.rewriting import consumers, in_order, map_functions
 from hostweave.options import Options
 from hostweave.tune import overlaps
 from hostweave.tune.cost import in_kernel, most_terms, seconds
@@ -40,7 +40,8 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
     overlapping = ((op, body) for op, body in ops if op.result.is_async or op.result.stream)
     beside = [OPS[op.kind].reduces_to_all and _may_be_in_kernel(op, body, options) for op, body in overlapping]
-    may_be_in_kernels = options.transport == "auto" and not options.figures.no_peers and not any(op.result.stream for op, _ in ops)
+    overlaps_already = any(op.result.stream or op.result.is_async for op in filter(communicates, fusion.all_ops))
+    may_be_in_kernels = options.transport == "auto" and not options.figures.no_peers and not overlaps_already
     if beside and may_be_in_kernels and (all(beside) or _saves_more_in_kernels(overlapped, options)):
         return fusion
     return overlapped
@@ -90,12 +91,15 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     reduce-scatter of stated sizes is executed, for example by copy engines. If an overlapped communication of the body has a choice,
     communications that overlap with nothing have choices too.
     """
-    candidates = list(filter(_may_be_async, fusion.ops))
-    if options.overlap == "off" or not candidates:
+    candidates, users = list(filter(_may_be_async, fusion.ops)), consumers(fusion)
+    ahead = {op.result.name for op in fusion.ops if is_gathered_by_call(op, users[op.result.name])}
+    if options.overlap == "off" or not (candidates or ahead):
         return fusion
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
-    ops = overlaps.filled(fusion.ops, times)
     transfers = _Transfers(fusion, options)
+    ops = [
+        transfers.taken(op, is_beside=True, is_by_call=True) if op.result.name in ahead else op for op in overlaps.filled(fusion.ops, times)
+    ]
     alone: list[Op] = []
     for op in candidates:
         index = ops.index(op)
@@ -141,11 +145,11 @@ class _Transfers:
         self.reaches = overlaps.reaches_memory(fusion, options)
         self.choices: list[Choice] = []
 
-    def taken(self, op: Op, is_beside: bool) -> Op:
+    def taken(self, op: Op, is_beside: bool, is_by_call: bool = False) -> Op:
         """The communication with its chosen transport. Copy engines always use a separate stream."""
         options, choice = self.options, self.chosen.get(op.result.name)
         if choice is None:
-            possible = overlaps.alternatives_outside_loops(op, self.fusion, options, is_beside, self.reaches)
+            possible = overlaps.alternatives_outside_loops(op, self.fusion, options, is_beside, self.reaches, is_by_call)
             if len(possible) < 2:
                 return op
             self.choices.append(choice := overlaps.choice_of(op, self.fusion, possible, options.choices))
@@ -157,6 +161,7 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """True for collectives outside of chunk loops. False on a mesh of some ranks, because ranks outside of the mesh record no event."""
+    """True for collectives outside of chunk loops that are not asynchronous yet. False on a mesh of some ranks, because ranks outside of
+    the mesh record no event."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
-    return is_collective and op.result.stream is None and op.result.type.mesh is None
+    return is_collective and not (op.result.is_async or op.result.stream or op.result.type.mesh)

@@ -33,7 +33,9 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
     waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []
     place = 0  # position in `result` at which the waiting joins will be inserted
     for instruction in body:
-        if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):
+        communicates = any(isinstance(i, ir.Communication) for i in tree.walk((instruction,)))
+        # If the body has issued no work for a join, the join orders communications after work of the caller.
+        if any(_orders(instruction) or uses.conflict(issued, [instruction]) or (communicates and not issued) for _, issued in waiting):
             result[place:place] = [join for join, _ in waiting]
             waiting = []
         for block in tree.walk((instruction,)):

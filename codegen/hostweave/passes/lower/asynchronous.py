@@ -15,8 +15,9 @@ COPIES = "copies"  # stream of local copies after a communication; the next comm
 
 
 class Asynchronous:
-    def __init__(self, flow: Dataflow, b: Builder):
+    def __init__(self, flow: Dataflow, b: Builder, is_called_beside: bool):
         self.flow, self.b = flow, b
+        self.is_called_beside = is_called_beside  # True if communication of the caller may still run on the stream COMM
         self.pending: dict[str, str] = {}  # value for which the caller's stream has not waited -> event, or "" if no op reads the value
         self.copied: dict[str, str] = {}  # value that a copy on the stream COPIES completes -> event of the copy
         # value that the caller's stream sums from terms after a wait -> functions that emit the sums
@@ -78,7 +79,8 @@ class Asynchronous:
             if not self.flow.is_view(op) and not self.takes(op):  # `run` emits the waits of an asynchronous op
                 for name in op.tensors:
                     self.wait_for(name)
-                if op.callee and communicates(op):
+                if communicates(op) and (op.callee or self.is_called_beside):
+                    self.is_forked, self.is_called_beside = self.is_forked or self.is_called_beside, False
                     self.join()
 
     def wait_for(self, name: str) -> None:

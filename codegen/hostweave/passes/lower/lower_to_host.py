@@ -16,7 +16,7 @@ becomes
 `placement.py` decides which results need no separate memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -29,8 +29,9 @@ from hostweave.communication.put import PEER_COPIES
 from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
-from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, communicates
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CARRIED, CONTRACTED, INDEX, LAGGED, ORDER, SOURCES, VALUE
+from hostweave.fusion_ir.ops.calls import is_gathered_by_call, is_repeat
 from hostweave.fusion_ir.ops.grouped import GROUPED, OUTER
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.fusion_ir.resharding import step_of
@@ -45,7 +46,7 @@ from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.repeats import RepeatLowering
+from hostweave.passes.lower.repeats import RepeatLowering, gathers_by_call
 from hostweave.passes.lower.reshards import Reshards
 from hostweave.passes.lower.scaled_matmuls import ScaledMatmuls
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
@@ -61,7 +62,9 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     uneven = uneven_sizes(fusion, options.transports[0])
     channels: dict[str, ir.Channel] = {}
     windows = _in_windows(fusion, frozenset(options.windows))
-    bodies = [_Lowering(Dataflow(body, uneven), options, channels, windows[body.name]) for body in (*fusion.functions, fusion)]
+    flows = [Dataflow(body, uneven) for body in (*fusion.functions, fusion)]
+    beside = {op.called.name for flow in flows for op in flow.fusion.ops if is_repeat(op) and gathers_by_call(flow, op)}
+    bodies = [_Lowering(flow, options, channels, windows[flow.fusion.name], beside) for flow in flows]
     streams = max((body.streams_of(item) for body in bodies for item in body.flow.fusion.body if isinstance(item, ChunkLoop)), default=1)
     parts: dict[str, ir.HostProgram] = {}
     for body in bodies:
@@ -86,17 +89,17 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
 
 
 class _Lowering:
-    def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel], windows: frozenset[str]):
-        self.windows = windows
+    def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel], windows: frozenset[str], beside: Set[str]):
+        self.windows, self.beside = windows, beside  # `beside`: functions that a repeat calls while it gathers for the next call
         self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels, options.transports)
         self.placement = placement_of(flow)
-        self.asynchronous = Asynchronous(flow, self.b)
+        self.asynchronous = Asynchronous(flow, self.b, flow.fusion.name in beside)
         self.buffers = Buffers(flow, self.placement, self.b, self.asynchronous)
         self.kernels = Kernels(self.b.types)
         self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.scaled = ScaledMatmuls(self.kernels, self.b)
-        self.repeats = RepeatLowering(flow, self.buffers, self.b)
+        self.repeats = RepeatLowering(flow, self.buffers, self.asynchronous, self.b)
         self.lowering: Lowering | None = None  # communication of the current loop
         self.by_kind = {  # how to compute an op; one kernel computes each op of another kind
             "matmul": self.matmul,
@@ -145,7 +148,7 @@ class _Lowering:
                 elif source != parameter.name:  # The result is an input or a view, or is in donated memory.
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
-        used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
+        used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "join", "stream")}
         counts = {RING: streams, COMM: 1, COPIES: 1, PEER_COPIES: 1}
         pools = tuple(ir.Streams(name, count) for name, count in counts.items() if name in used)
         kernels = tuple(self.kernels.made.values())
@@ -237,6 +240,8 @@ class _Lowering:
         with self.b.on(op.result.type.mesh):
             if self.flow.is_view(op):
                 self.buffers.view(op, steps)
+            elif is_gathered_by_call(op, self.flow.consumers[op.result.name]):
+                pass  # The repeat gathers one tensor for each call.
             elif self.asynchronous.takes(op):
                 self.asynchronous.run(op, lambda: self.reshards.reshard(op, None))
             elif op.kind in RESHARD_STEPS:
@@ -246,7 +251,9 @@ class _Lowering:
             elif op.callee:
                 if any(inner.kind in TO_OTHER_MESHES for inner in op.callee.all_ops):
                     self.reshards.transfers.wait_for_readers()  # Moves in the function use the same signal numbers.
-                (self.repeats.lower if op.kind == "repeat" else self.call)(op, op.callee)
+                if op.callee.name in self.beside and communicates(op) and not gathers_by_call(self.flow, op):
+                    self.b.emit(ir.Fork(COMM))  # The function joins the stream. In a CUDA graph, a fork must precede each join.
+                (self.repeats.lower if is_repeat(op) else self.call)(op, op.callee)
             elif op.user_kernel:
                 sources = tuple(map(self.buffers.contiguous, op.tensors))
                 self.b.emit(ir.Launch(op.user_kernel.name, sources, self.targets(op, op.user_kernel.outputs)))

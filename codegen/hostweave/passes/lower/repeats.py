@@ -15,18 +15,37 @@ becomes, if `depth` is odd and %x is a temporary,
 
 The carried value alternates between two buffers, and the last call writes %y. For an even `depth`, the two buffers are swapped. If %x is
 not a temporary, the first call reads %x without a copy.
+
+If the operand %wg of a repeat is gathered call by call (`gather_ahead`), each call gathers the tensor of the next call:
+
+    fork comm
+    stream comm[0] { all_gather %w_first -> %wg_first on x; record gathered_ready[0] }
+    for %i in 0..depth {
+      wait gathered_ready[0]
+      if %i < depth - 1 {
+        fork comm
+        stream comm[0] { all_gather %w_next -> %wg_next on x; record gathered_ready[0] }
+      }
+      %wg_i = select %wg[0: %i % 2]
+      call @layer ...
+    }
+
+Each gather begins after the call that last read the memory of the gathered tensor.
 """
 
 from dataclasses import dataclass
 
+from hostweave.communication.collective import gather_one
 from hostweave.communication.steps import Dataflow, expr_of
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops.attributes import BACKWARD, DEPTH, EACH, INDEX
-from hostweave.fusion_ir.ops.calls import carried_by, lagged_by
-from hostweave.host_ir import ir
+from hostweave.fusion_ir.ops.calls import carried_by, is_gathered_by_call, lagged_by
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Var
+from hostweave.passes.lower.asynchronous import COMM, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 
@@ -41,9 +60,25 @@ class _Carried:
     is_copied: bool = True  # True if the first call reads a copy of `source`
 
 
+@dataclass(frozen=True)
+class _NextCall:
+    """Gathers for the next call of a repeat."""
+
+    op: Op  # the repeat
+    gathers: dict[int, Op]  # operand of the repeat -> the gather
+    slots: dict[int, str]  # operand of the repeat -> memory of two gathered tensors
+    event: str  # recorded after the gathers of a call
+
+
+def gathers_by_call(flow: Dataflow, op: Op) -> dict[int, Op]:
+    """Operands of a repeat that are gathered call by call, and the gathers."""
+    made = {number: flow.made.get(op.tensors[number]) for number in op[EACH]}  # A call has no operand in `each`.
+    return {number: gather for number, gather in made.items() if gather and is_gathered_by_call(gather, flow.consumers[gather.result.name])}
+
+
 class RepeatLowering:
-    def __init__(self, flow: Dataflow, buffers: Buffers, b: Builder):
-        self.flow, self.buffers, self.b = flow, buffers, b
+    def __init__(self, flow: Dataflow, buffers: Buffers, asynchronous: Asynchronous, b: Builder):
+        self.flow, self.buffers, self.asynchronous, self.b = flow, buffers, asynchronous, b
         self.inputs = {value.name for value in flow.fusion.inputs}
         self.memories = dict(zip(flow.fusion.outputs, flow.fusion.donated, strict=False))  # result -> donated input
 
@@ -51,7 +86,9 @@ class RepeatLowering:
         b, depth, name, results = self.b, op[DEPTH], op.result.name, len(function.outputs)
         used = {user[INDEX]: user.result.name for user in self.flow.consumers[name] if user.kind == "output"} | {0: name}
         pairs = carried_by(op)
-        given = [self.buffers.contiguous(operand) for operand in op.tensors]
+        gathers = gathers_by_call(self.flow, op)
+        ahead = self.gather_first(op, gathers) if gathers else None
+        given = ["" if number in gathers else self.buffers.contiguous(operand) for number, operand in enumerate(op.tensors)]
         types = [type.local(self.flow.mesh, self.flow.uneven) for type in function.output_types]
         carried = {operand: self.begin(op, function, given[operand], (operand, result), used) for operand, result in pairs.items()}
         apart, needed = dict[int, str](), {*used, *pairs.values()}
@@ -63,8 +100,11 @@ class RepeatLowering:
             if any(not self.is_updated(function, at, number) for at in taken):  # The call would overwrite one of its operands.
                 apart[number] = b.allocate(f"{used[number]}_new", types[number])
         with b.loop(depth) as index:
-            at: Expr = expr_of(depth) - 1 - index if op[BACKWARD] else index
-            sources = {number: b.select(given[number], 0, at, f"{given[number]}_{index.name}") for number in op[EACH]}
+            at = _tensor_of_call(op, index)
+            sources = self.gather_next(ahead, index) if ahead else {}
+            sources |= {
+                number: b.select(given[number], 0, at, f"{given[number]}_{index.name}") for number in op[EACH] if number not in gathers
+            }
             for number, first in lagged_by(op).items():
                 before = b.select(given[number], 0, (at + (expr_of(depth) - 1)) % expr_of(depth), f"{given[number]}_before")
                 sources[number] = b.choose(at.equals(0), given[first], before, f"{function.inputs[number].name}_{index.name}")
@@ -79,6 +119,40 @@ class RepeatLowering:
         for operand, result in pairs.items():
             kept, all_given = (used.get(results + number, "") for number in (operand, len(function.inputs) + result))
             self.end(op, carried[operand], used.get(result, ""), kept, all_given)
+
+    def gather_first(self, op: Op, gathers: dict[int, Op]) -> _NextCall:
+        """Emits the gathers of the first call."""
+        slots = dict[int, str]()
+        for number, gather in gathers.items():
+            self.asynchronous.wait_for(gather.tensors[0])
+            stack = self.flow.local(gather.result)
+            slots[number] = self.b.allocate(gather.result.name, BufferType(stack.dtype, (Size(2), *stack.shape[1:])))
+        ahead = _NextCall(op, gathers, slots, self.b.new_events("gathered_ready"))
+        self.gather(ahead, Const(0), "first")
+        return ahead
+
+    def gather_next(self, ahead: _NextCall, index: Var) -> dict[int, str]:
+        """Waits for the gathers of call `index`, and emits those of the next call. Returns the gathered tensors of call `index`."""
+        b, last = self.b, expr_of(ahead.op[DEPTH]) - 1
+        b.emit(ir.Wait(ahead.event, Const(0)))
+        with b.inside(lambda body: ir.If(index.less(last), body)):
+            self.gather(ahead, index + 1, "next")
+        return {number: b.select(slots, 0, index % 2, f"{slots}_{index.name}") for number, slots in ahead.slots.items()}
+
+    def gather(self, ahead: _NextCall, call: Expr, word: str) -> None:
+        b = self.b
+        with b.nested() as body:
+            for number, gather in ahead.gathers.items():
+                stack, slots = self.buffers.buffer_of(gather.tensors[0]), ahead.slots[number]
+                src = b.select(stack, 0, _tensor_of_call(ahead.op, call), f"{stack}_{word}")
+                with b.by(gather.result.transport):
+                    gather_one(b, self.flow, gather, src, b.slot(slots, call % 2, f"{slots}_{word}"))
+            b.emit(ir.Record(ahead.event, Const(0)))
+        with b.outermost():  # The memory is in use while a call allocates its own.
+            for i in (i for i in body if tree.names(i, "allocate")):
+                b.emit(i)
+        b.emit(ir.Fork(COMM))
+        b.emit(ir.OnStream(COMM, Const(0), tuple(i for i in body if not tree.names(i, "allocate"))))
 
     def is_updated(self, function: Fusion, operand: int, result: int) -> bool:
         """True if a function returns a result in the memory of an operand."""
@@ -162,3 +236,8 @@ class RepeatLowering:
         """Maps a value to a view. If the value already has memory, copies the view to this memory."""
         if self.buffers.by_value.setdefault(name, view) != view:
             self.b.emit(ir.Copy(view, self.buffers.by_value[name]))
+
+
+def _tensor_of_call(op: Op, call: Expr) -> Expr:
+    """Index of the tensor that a call of a repeat reads from a stack or group."""
+    return expr_of(op[DEPTH]) - 1 - call if op[BACKWARD] else call
