@@ -58,6 +58,32 @@ CASES = {
         %y: f32[M@x, K] = where(%mask, %x, %zeros_sliced)
         %z: f32[M@x, K] = where(%mask, %zeros_sliced, %x)""",
     ),
+    "each rank computes its shard of indices that the user reshards": (
+        "%x: f32[M@x, K]",
+        """%rows: i32[M] = iota()
+        %rows_resharded: i32[M@x] = reshard(%rows)
+        %rows_expanded: i32[M@x, 1] = reshape(%rows_resharded)
+        %mask: bool[M@x, 1] = greater(%rows_expanded, 4)
+        %y: f32[M@x, K] = where(%mask, %x, 0.0)""",
+        """%rows: i32[M] = iota()
+        %rows_sliced: i32[M@x] = iota()
+        %rows_expanded: i32[M@x, 1] = reshape(%rows_sliced)
+        %mask: bool[M@x, 1] = greater(%rows_expanded, 4)
+        %y: f32[M@x, K] = where(%mask, %x, 0.0)""",
+    ),
+    "a reshard of the user without a name is named after its last step, but not if it is a result": (
+        "%x: f32[M@x, K]",
+        """%x_reshaped: f32[M@x, K, 1] = reshape(%x)
+        %x_resharded: f32[M, K, 1] = reshard(%x_reshaped)
+        %x_resharded_resharded: f32[M, K@x, 1] = reshard(%x_resharded)
+        %x_resharded_2: f32[M, K@x] = reshape(%x_resharded_resharded)
+        %y_resharded: f32[M, K] = reshard(%x_resharded_2)""",
+        """%x_reshaped: f32[M@x, K, 1] = reshape(%x)
+        %x_gathered: f32[M, K, 1] = reshard(%x_reshaped)
+        %x_gathered_sliced: f32[M, K@x, 1] = reshard(%x_gathered)
+        %x_resharded_2: f32[M, K@x] = reshape(%x_gathered_sliced)
+        %y_resharded: f32[M, K] = reshard(%x_resharded_2)""",
+    ),
     "both operands are gathered for a streamed dim": (
         "%x: f32[M@x, K], %w: f32[K@x, N]",
         "%y: f32[M, N] stream(M, 8) = matmul(%x, %w)",

@@ -53,7 +53,11 @@ class _Insertion(OpRewriter):
 
     def add(self, op: Op) -> None:
         if op.kind in RESHARDS:
-            self.resolve(self.named_by_step(op))
+            op = self.named_by_step(op)
+            if (made := self.indexed(op.tensors[0], op.result.type)) and not op.result.stream:
+                self.emit(replace(made, result=op.result))
+            else:
+                self.resolve(op)
             return
         op = op.renamed(self.renamed)
         operands = operand_types(op, self.types)
@@ -81,11 +85,11 @@ class _Insertion(OpRewriter):
         (source,), name = op.tensors, op.result.name
         op = replaced(op, operands=(self.renamed.get(source, source),))
         (given,) = op.tensors
-        is_named = not re.fullmatch(rf"{re.escape(source)}_{OPS['reshard'].makes}(_\d+)?", name) or name in self.fusion.outputs
-        if is_named or zigzag_changes(self.types[given], op.result.type):
+        unnamed = re.fullmatch(rf"(.+)_{OPS['reshard'].makes}(_\d+)?", name)
+        if not unnamed or name in self.fusion.outputs or zigzag_changes(self.types[given], op.result.type):
             return op
         if steps := plan(self.types[given], op.result.type, self.mesh, self.options.sizes, op.location):
-            self.renamed[name] = self.free_name(f"{given}_{SUFFIXES[steps[-1].kind]}")
+            self.renamed[name] = self.free_name(f"{self.renamed.get(unnamed[1], unnamed[1])}_{SUFFIXES[steps[-1].kind]}")
             self.consumers[self.renamed[name]] = self.consumers[name]
         return replaced(op, result=replaced(op.result, name=self.renamed.get(name, name)))
 
@@ -138,14 +142,18 @@ class _Insertion(OpRewriter):
         users = self.consumers[value.name]
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
+    def indexed(self, name: str, want: TensorType) -> Op | None:
+        """The op that makes a value whose elements depend only on their index, if each rank can compute its shard of type `want`."""
+        made = next((made for made in self.ops if made.result.name == name), None)
+        is_in_order = want.mesh == self.types[name].mesh and not any(isinstance(axes, Zigzag) for axes in layout(want))
+        return made if made and is_in_order and OPS[made.kind].arity == 0 else None
+
     def resharded(self, name: str, needed: Layout, op: Op) -> str:
         if layout(self.types[name]) == needed:
             return name
         if (name, needed) not in self.done:
             want = with_layout(self.types[name], needed)
-            made = next((made for made in self.ops if made.result.name == name), None)
-            if made and OPS[made.kind].arity == 0 and not any(isinstance(axes, Zigzag) for axes in needed):
-                # Elements depend only on their index, so each rank computes its shard.
+            if made := self.indexed(name, want):
                 value = replace(made.result, name=self.free_name(f"{name}_{SUFFIXES['shard']}"), type=want)
                 self.emit(replace(made, result=value))
             else:
