@@ -82,12 +82,6 @@ def _softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = Non
     return cast(y * (dy - hw.sum(dy * y, dim, keepdims=True)), result.dtype)
 
 
-@aten("_log_softmax_backward_data.default")
-def _log_softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = None) -> hw.Tensor:
-    dy, y = wide(dy, result), wide(y, result)
-    return cast(dy - hw.exp(y) * hw.sum(dy, dim, keepdims=True), result.dtype)
-
-
 def _last_dims(x: hw.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(x.ndim - len(shape), x.ndim))
 

@@ -31,7 +31,7 @@ def _sign(x: hw.Tensor) -> hw.Tensor:
 
 for _name, _function in {
     **{name: getattr(hw, name) for name in _SAME_NAME.split()},
-    **{"abs": _abs, "neg": hw.negative, "sign": _sign, "bitwise_not": operator.invert, "square": lambda x: x * x},
+    **{"abs": _abs, "neg": hw.negative, "sign": _sign, "bitwise_not": operator.invert},
 }.items():
     TABLE[f"{_name}.default"] = partial(_unary, _function)
 
@@ -41,13 +41,6 @@ TABLE |= {
     "isnan.default": lambda result, x: x != x,
     "isinf.default": lambda result, x: hw.abs(x) == math.inf if x.dtype.kind == "float" else x != x,
     "signbit.default": lambda result, x: hw.copysign(1.0, x) < 0 if x.dtype.kind == "float" else x & ~x if x.dtype == hw.bool_ else x < 0,
-    "gelu.default": lambda result, x, approximate="none": hw.gelu(x, approximate),
-    **dict.fromkeys(("clamp_min.default", "clamp_min.Tensor"), lambda result, x, min: _clamped(result, x, min)),
-    **dict.fromkeys(("clamp_max.default", "clamp_max.Tensor"), lambda result, x, max: _clamped(result, x, None, max)),
-    **dict.fromkeys(("clamp.default", "clamp.Tensor"), lambda result, x, min=None, max=None: _clamped(result, x, min, max)),
-    "hardtanh.default": lambda result, x, min=-1, max=1: (
-        _clamped(result, x, min, max) if result.dtype.is_floating_point else _clamped(result, x, int(min), int(max))
-    ),
     **dict.fromkeys(
         ("_to_copy.default", "to.dtype", "_assert_tensor_metadata.default", "prims.convert_element_type.default"),
         lambda result, x, *_, **__: cast(x, result.dtype) if result.dtypes else None,
@@ -57,6 +50,7 @@ TABLE |= {
         lambda result, x, **_: x,
     ),
 }
+TABLE["gelu.default"] = lambda result, x, approximate="none": hw.gelu(x, approximate)
 
 
 def _binary(function: Callable[[Any, Any], hw.Tensor], result: Result, a: Any, b: Any, alpha: Number = 1) -> Any:
@@ -76,8 +70,8 @@ for _name, _function in {
     **dict.fromkeys(("bitwise_left_shift", "__lshift__"), operator.lshift),
     **dict.fromkeys(("bitwise_right_shift", "__rshift__"), operator.rshift),
     "bitwise_xor": operator.xor,
-    **dict.fromkeys(("bitwise_and", "__and__"), operator.and_),
-    **dict.fromkeys(("bitwise_or", "__or__"), operator.or_),
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
 }.items():
     aten(f"{_name}.Tensor", f"{_name}.Scalar")(partial(_binary, _function))
 TABLE["lcm.default"] = partial(_binary, lambda a, b: _abs(a // hw.gcd(a, b) * b))
@@ -101,12 +95,18 @@ for _skips, _names in ((False, ("maximum", "minimum")), (True, ("fmax", "fmin"))
     TABLE[f"{_names[1]}.default"] = partial(_binary, partial(_of_two, hw.minimum, operator.and_, _skips))
 
 
-def _clamped(result: Result, x: hw.Tensor, low: Any = None, high: Any = None) -> hw.Tensor:
-    x, low, high = (cast(one, result.dtype) for one in (x, low, high))
+@aten("clamp.default", "clamp.Tensor")
+def _clamped(result: Result, x: hw.Tensor, min: Any = None, max: Any = None) -> hw.Tensor:
+    x, low, high = (cast(one, result.dtype) for one in (x, min, max))
     if x.dtype != hw.bool_:
         return hw.clip(x, low, high)
     x = x if low is None else x | low
     return x if high is None else x & high
+
+
+@aten("hardtanh.default")
+def _hardtanh(result: Result, x: hw.Tensor, min: Number = -1, max: Number = 1) -> hw.Tensor:
+    return _clamped(result, x, min, max) if result.dtype.is_floating_point else _clamped(result, x, int(min), int(max))
 
 
 def _scaled(function: Callable[[Any, Any], Any], result: Result, x: Any, a: Any, b: Any, value: Any = 1) -> Any:
@@ -161,7 +161,7 @@ def _round(result: Result, x: hw.Tensor, decimals: int = 0) -> hw.Tensor:
     return hw.round(x * scale) / scale if decimals >= 0 else hw.round(x / scale) * scale
 
 
-@aten("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "true_divide.Tensor")
+@aten("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default")
 def _div(result: Result, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     a, b = cast(a, result.dtype), cast(b, result.dtype)
     if not result.dtype.is_floating_point or rounding_mode == "floor":
@@ -186,7 +186,7 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
     TABLE[f"{_name}.default"] = partial(_logical, getattr(hw, _name))
 
 
-@aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
+@aten("where.self")
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     dtype = dtype_of(result.dtype)
     a, b = (number_of(dtype, one) if isinstance(one, Number) else cast(one, result.dtype) for one in (a, b))
@@ -195,9 +195,6 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):
         b = full(Result((result.dtype,), ((1,) * condition.ndim,), condition), b)
     return hw.where(condition, a, b)
-
-
-aten("masked_fill.Scalar", "masked_fill.Tensor")(lambda result, x, mask, value: _where(result, mask, value, x))
 
 
 @aten("dropout.default")

@@ -36,12 +36,12 @@ for _name, _function in {"any": hw.any, "all": hw.all}.items():
     TABLE.update({f"{_name}.{overload}": partial(_truths, _function) for overload in ("default", "dim", "dims")})
 
 
-@aten("var.correction", "var.dim")
+@aten("var.correction")
 def _var(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | None = 1, keepdim: bool = False) -> hw.Tensor:
     return hw.var(x, _dims(x, dim), 1 if correction is None else correction, keepdim)
 
 
-@aten("std.correction", "std.dim")
+@aten("std.correction")
 def _std(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | None = 1, keepdim: bool = False) -> hw.Tensor:
     return hw.sqrt(_var(result, x, dim, correction, keepdim))
 

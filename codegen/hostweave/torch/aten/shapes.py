@@ -159,7 +159,6 @@ TABLE |= {
     "topk.default": lambda result, x, k, dim=-1, largest=True, *_: hw.top_k(x, k, dim, largest),
     "sort.default": lambda result, x, dim=-1, descending=False: (hw.sort(x, dim, descending), hw.argsort(x, dim, descending)),
     "sort.stable": lambda result, x, stable=True, dim=-1, descending=False: (hw.sort(x, dim, descending), hw.argsort(x, dim, descending)),
-    "argsort.default": lambda result, x, dim=-1, descending=False: hw.argsort(x, dim, descending),
 }
 
 
