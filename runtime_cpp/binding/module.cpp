@@ -208,10 +208,10 @@ std::vector<hw::Array> arrays_of(const Arrays& views) {
 }
 
 // `calls` has the inputs and the outputs of each call.
-void stage(hw::StagedCalls& staged, const std::vector<std::pair<Arrays, Arrays>>& calls) {
-  std::vector<hw::StagedCalls::Call> all;
+void place(hw::Staging& staging, const std::vector<std::pair<Arrays, Arrays>>& calls) {
+  std::vector<hw::Staging::Call> all;
   for (const auto& [inputs, outputs] : calls) all.push_back({arrays_of(inputs), arrays_of(outputs)});
-  staged.prepare(std::move(all));
+  staging.place(std::move(all));
 }
 
 void set_measured_algorithms(const std::map<std::string, cublasLtMatmulAlgo_t>& algorithms) {
@@ -319,6 +319,15 @@ PYBIND11_MODULE(hostweave_program, m) {
   py::class_<hw::Graph, Holder<hw::Graph>>(m, "Graph", py::module_local());
   py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
 
+  py::class_<hw::Gate, Holder<hw::Gate>>(m, "Gate", py::module_local()).def(py::init<int>(), WithoutGil());
+  py::class_<hw::Timing>(m, "Timing", py::module_local())
+      .def_readonly("enqueue_us", &hw::Timing::enqueue_us)
+      .def_readonly("total_ms", &hw::Timing::total_ms)
+      .def_readonly("marks_ms", &hw::Timing::marks_ms);
+  py::class_<hw::Staging, Holder<hw::Staging>>(m, "Staging", py::module_local())
+      .def(py::init<hw::Member&>(), py::arg("member"), py::keep_alive<1, 2>(), WithoutGil())
+      .def("place", place, py::arg("calls"), WithoutGil());
+
   py::class_<hw::Instance, Holder<hw::Instance>>(m, "Instance", py::module_local())
       .def(py::init([](hw::Member& member, bool measures, bool marks_graphs) {
              return new hw::Instance(member, table(), measures, marks_graphs);
@@ -327,6 +336,9 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def("prepare", prepare, py::arg("shapes"), py::arg("global_shapes"), py::arg("stream"), WithoutGil())
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"), WithoutGil())
+      .def("run_staged", &hw::Instance::run_staged, py::arg("schedule"), py::arg("staging"), py::arg("poison"), WithoutGil())
+      .def("measure", &hw::Instance::measure, py::arg("schedule"), py::arg("staging"), py::arg("warmups"), py::arg("repetitions"),
+           py::arg("gate"), WithoutGil())
       .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), WithoutGil(),
            py::keep_alive<0, 1>())  // A communicator must outlive the graphs that use it.
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"), WithoutGil())
@@ -334,16 +346,4 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def("standstill", standstill)
       .def_property_readonly("graphs", &hw::Instance::graphs)
       .def_property_readonly("unseen", &hw::Instance::unseen);
-
-  py::class_<hw::Gate, Holder<hw::Gate>>(m, "Gate", py::module_local()).def(py::init<int>(), WithoutGil());
-  py::class_<hw::Timing>(m, "Timing", py::module_local())
-      .def_readonly("enqueue_us", &hw::Timing::enqueue_us)
-      .def_readonly("total_ms", &hw::Timing::total_ms)
-      .def_readonly("marks_ms", &hw::Timing::marks_ms);
-  py::class_<hw::StagedCalls, Holder<hw::StagedCalls>>(m, "StagedCalls", py::module_local())
-      .def(py::init<hw::Instance&>(), py::arg("instance"), py::keep_alive<1, 2>(), WithoutGil())
-      .def("prepare", stage, py::arg("calls"), WithoutGil())
-      .def("run", &hw::StagedCalls::run, py::arg("schedule"), py::arg("poison"), WithoutGil())
-      .def("measure", &hw::StagedCalls::measure, py::arg("schedule"), py::arg("warmups"), py::arg("repetitions"), py::arg("gate"),
-           WithoutGil());
 }

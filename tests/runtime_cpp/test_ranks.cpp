@@ -14,7 +14,7 @@
 #include "hostweave/background.h"
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
-#include "hostweave/staging.h"
+#include "hostweave/instance.h"
 #include "target.h"
 #include "testing.h"
 
@@ -65,7 +65,7 @@ const hw::ProgramTable kProgram{
 struct Ranks {
   std::vector<std::unique_ptr<hw::Member>> members;
   std::vector<std::unique_ptr<hw::Instance>> instances;
-  std::vector<std::unique_ptr<hw::StagedCalls>> staged;
+  std::vector<std::unique_ptr<hw::Staging>> staged;
 
   Ranks() : members(kRanks), instances(kRanks), staged(kRanks) {
     testing::configure(testing::config_of(HW_CPU_PARALLEL, kRanks));
@@ -81,7 +81,7 @@ struct Ranks {
       members[r]->connect(kProgram, ids, 10);
       instances[r] = std::make_unique<hw::Instance>(*members[r], kProgram);
       prepare(r, kCount);
-      staged[r] = std::make_unique<hw::StagedCalls>(*instances[r]);
+      staged[r] = std::make_unique<hw::Staging>(*members[r]);
     };
     for (const std::string& error : each(make)) EXPECT(error.empty());
   }
@@ -124,7 +124,7 @@ hw::Array array_of(float* data, int device) { return {data, kCount * sizeof(floa
 // `count` calls of each rank on host arrays.
 struct Calls {
   std::vector<float> x, y;
-  std::array<std::vector<hw::StagedCalls::Call>, kRanks> of_rank;
+  std::array<std::vector<hw::Staging::Call>, kRanks> of_rank;
 
   explicit Calls(int count) : x(count * kRanks * kCount), y(x.size()) {
     std::iota(x.begin(), x.end(), 0.0f);
@@ -137,8 +137,8 @@ struct Calls {
 void expect_an_end(bool rank_blocks) {
   Ranks ranks;
   Calls calls(2);
-  const auto prepare = [&](int r) { ranks.staged[r]->prepare(calls.of_rank[r]); };
-  const auto run = [&](int r) { ranks.staged[r]->run({}, false); };
+  const auto prepare = [&](int r) { ranks.staged[r]->place(calls.of_rank[r]); };
+  const auto run = [&](int r) { ranks.instances[r]->run_staged({}, *ranks.staged[r], false); };
   for (const auto& work : {std::function<void(int)>(prepare), std::function<void(int)>(run)})
     for (const std::string& error : ranks.each(work)) EXPECT(error.empty());
   const std::vector<float> last(calls.x.end() - kCount, calls.x.end());
@@ -201,12 +201,13 @@ TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
     OK(cudaSetDevice(0));
   }
   OK(cudaStreamSynchronize(stream));
-  const auto calls_of = [&](int r) -> std::vector<hw::StagedCalls::Call> {
+  const auto calls_of = [&](int r) -> std::vector<hw::Staging::Call> {
     float* const first = r == 0 ? *x[1] : *y[r];  // Rank 0 overwrites the input of rank 1 for the second call.
     return {{{array_of(*x[r], 0)}, {array_of(first, r)}}, {{array_of(*x[r], 0)}, {array_of(*y[r], r)}}};
   };
-  for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->prepare(calls_of(r)); })) EXPECT(error.empty());
-  for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->run({}, false); })) EXPECT(error.empty());
+  for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->place(calls_of(r)); })) EXPECT(error.empty());
+  for (const std::string& error : ranks.each([&](int r) { ranks.instances[r]->run_staged({}, *ranks.staged[r], false); }))
+    EXPECT(error.empty());
   for (int r = 0; r < kRanks; ++r) {
     OK(cudaSetDevice(r));
     const testing::Stream own;

@@ -33,7 +33,7 @@ from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import Shape, block_shape, holds
 
 T = TypeVar("T")
-StagedWork = Callable[[Any, Any], T]  # (native staged calls, native schedule) -> result
+StagedWork = Callable[[Any, Any, Any], T]  # (native program, native schedule, native staging) -> result
 
 _build_lock = reset_after_fork(threading.Lock())  # ranks that are threads would otherwise build at the same time
 
@@ -68,7 +68,7 @@ class LocalProgram:
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
         self._ready_for: Any = None  # shapes for which the native program is prepared
-        self._staged: Any = None  # native staged calls, for `Program.run`
+        self._staging: Any = None  # native copies of arrays, for `Program.run`
         self._bound_spans: tuple[ByteRange, ...] = ()  # memory of bound inputs on all ranks
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[CpuSchedule, Any] | None = None
@@ -122,7 +122,7 @@ class LocalProgram:
         return position_of(self.host.name, native.progress(), position, self.module)
 
     def close(self) -> None:
-        self._staged = self.native = self._member = None
+        self._staging = self.native = self._member = None
         self.arguments.tables.clear()
 
     def _open(self) -> tuple[Any, Any]:
@@ -203,15 +203,15 @@ class LocalProgram:
         self._ready_for = call.global_shapes()
 
     def staged(self, calls: Sequence[GlobalCall]) -> Callable[[StagedWork[T]], T]:
-        """Allocates memory for prepared calls, and copies inputs from other GPUs. Returns a function for the rank's thread. The function
-        calls `work` with the staged calls and the schedule."""
+        """Allocates memory for prepared calls, and copies inputs from other GPUs. Returns a function for the rank's thread, which calls
+        `work`."""
         native, member = self._open()
-        staged = self._staged = self._staged or self.module.StagedCalls(native)
-        staged.prepare([call.memory_blocks(self._group.rank) for call in calls])
+        staging = self._staging = self._staging or self.module.Staging(member)
+        staging.place([call.memory_blocks(self._group.rank) for call in calls])
 
         def make(work: StagedWork[T]) -> T:
             with self._group.calling:
-                return self._group.run(self.host.name, member, work, staged, self._schedule())
+                return self._group.run(self.host.name, member, work, native, self._schedule(), staging)
 
         return make
 

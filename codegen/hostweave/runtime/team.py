@@ -93,11 +93,11 @@ class Team:
         """Makes calls back to back, and waits for the last one. An interrupt stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
-        self._call(programs, calls, lambda staged, native_schedule: staged.run(native_schedule, poison))
+        self._call(programs, calls, lambda native, *staged: native.run_staged(*staged, poison))
 
     def measure(self, programs: Sequence[LocalProgram], call: GlobalCall, warmups: int, repetitions: int) -> list[list[Timing]]:
         gate = programs[0].module.Gate(len(programs))
-        times = self._call(programs, [call], lambda staged, native_schedule: staged.measure(native_schedule, warmups, repetitions, gate))
+        times = self._call(programs, [call], lambda native, *staged: native.measure(*staged, warmups, repetitions, gate))
         return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
 
     def _call(self, programs: Sequence[LocalProgram], calls: Sequence[GlobalCall], work: StagedWork[T]) -> list[T]:

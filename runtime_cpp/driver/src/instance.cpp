@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <string>
 #include <utility>
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/marks.h"
 #include "target.h"
 
 namespace hw {
@@ -185,14 +187,71 @@ void Instance::run(const Schedule& schedule, const Table& table, const std::vect
   take(table, inputs, outputs);
   if (is_captured(caller)) return enqueue_captured(caller);
   const Graph* const graph = graphs == Graphs::never ? nullptr : graph_of_taken(graphs);
-  or_stop([&] { make_call(caller, [&] { graph ? launch(*graph, caller) : enqueue(caller); }); });
+  or_stop([&] { call(caller, graph); });
+}
+
+void Instance::run_staged(const Schedule& schedule, const Staging& staging, bool poison) {
+  const Member::Use use(member_, schedule);
+  const cudaStream_t caller = staging.stream();
+  or_stop([&] {
+    target::meet(static_cast<int>(member_.rank().size()));
+    for (const Staging::Call& staged : staging.calls()) {
+      if (poison) fill(staged, caller);
+      staging.upload(staged);
+      take(staged.placed_inputs, {}, staged.placed_outputs);
+      call(caller);
+      staging.download(staged);
+    }
+    finish(caller);
+  });
+}
+
+std::vector<Timing> Instance::measure(const Schedule& schedule, const Staging& staging, int warmups, int repetitions,
+                                      Gate& gate) {
+  using Clock = std::chrono::steady_clock;
+  const Member::Use use(member_, schedule);
+  const cudaStream_t caller = staging.stream();
+  const Staging::Call& staged = staging.calls().front();
+  std::vector<Timing> timings;
+  or_stop([&] {
+    const Gate::Opening at_end(gate);  // Releases the streams if a rank fails.
+    const Event begin(cudaEventDefault), end(cudaEventDefault);
+    Marks marks;
+    staging.upload(staged);
+    take(staged.placed_inputs, {}, staged.placed_outputs);
+    for (int i = 0; i < warmups + repetitions; ++i) {
+      member_.synchronize(caller);
+      target::meet(static_cast<int>(member_.rank().size()));
+      gate.hold(caller, i);
+      std::chrono::duration<double, std::micro> enqueued{};
+      {
+        const Range range(program_.name);
+        progress_->log.begin_call();
+        HW_CHECK(cudaEventRecord(begin, caller));
+        const auto start = Clock::now();
+        enqueue(caller);
+        enqueued = Clock::now() - start;
+        HW_CHECK(cudaEventRecord(end, caller));
+        progress_->log.end_call(caller);
+      }
+      gate.enqueued(i);
+      member_.synchronize(caller);
+      float total_ms = 0;
+      HW_CHECK(cudaEventElapsedTime(&total_ms, begin, end));
+      std::vector<float> marks_ms = marks.take(begin);
+      if (i >= warmups) timings.push_back({enqueued.count(), total_ms, std::move(marks_ms)});
+    }
+    staging.download(staged);
+    finish(caller);
+  });
+  return timings;
 }
 
 void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller) {
   const Member::Use use(member_, schedule);
   if (is_captured(caller))
     throw CaptureError("the stream is being captured, and cannot launch another graph; call the program instead");
-  or_stop([&] { make_call(caller, [&] { launch(graph, caller); }); });
+  or_stop([&] { call(caller, &graph); });
 }
 
 void Instance::enqueue(cudaStream_t caller, bool is_marked) {
@@ -213,22 +272,25 @@ std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<v
   return capture_taken();
 }
 
-void Instance::make_call(cudaStream_t caller, const std::function<void()>& work) {
+void Instance::call(cudaStream_t caller, const Graph* graph) {
   const Range range(program_.name);
   progress_->log.begin_call();
-  work();
+  graph ? launch(*graph, caller) : enqueue(caller);
   progress_->log.end_call(caller);
 }
 
-void Instance::in_use(const Schedule& schedule, const std::function<void()>& work) {
-  const Member::Use use(member_, schedule);
-  or_stop(work);
-}
-
-void Instance::poison(cudaStream_t caller) const {
+void Instance::fill(const Staging::Call& call, cudaStream_t caller) const {
+  for (size_t i = 0; i < call.outputs.size(); ++i)
+    HW_CHECK(cudaMemsetAsync(call.placed_outputs[i], 0xff, call.outputs[i].bytes, caller));
   size_t bytes = 0;
   for (size_t part = 0; void* const memory = program_.calls.arena(instance_, part, &bytes); ++part)
     HW_CHECK(cudaMemsetAsync(memory, 0xff, bytes, caller));
+}
+
+// Waits for the calls, and then for streams that an incorrect program did not join.
+void Instance::finish(cudaStream_t caller) const {
+  member_.synchronize(caller);
+  HW_CHECK(cudaDeviceSynchronize());
 }
 
 void Instance::or_stop(const std::function<void()>& work) {

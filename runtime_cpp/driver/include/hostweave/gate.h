@@ -1,4 +1,4 @@
-// Starts calls of all ranks at the same time, for StagedCalls::measure.
+// Starts calls of all ranks at the same time, for Instance::measure.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -14,7 +14,9 @@
 #include "hostweave/abi.h"
 #include "hostweave/call_log.h"
 #include "hostweave/device_memory.h"
+#include "hostweave/gate.h"
 #include "hostweave/member.h"
+#include "hostweave/staging.h"
 #include "hostweave/standstill.h"
 #include "hostweave/straighten.h"
 #include "hostweave/streams.h"
@@ -78,20 +80,18 @@ class Graph {
   LoggedOps* ops_;
 };
 
-// Inputs of many calls: the addresses of bound inputs. nullopt marks an input that every call passes.
-struct Table {
-  std::vector<std::optional<void*>> bound;
-
-  // Sets the addresses of `tensors`. Throws ArgumentError if the number of `inputs` or of `tensors` is wrong.
-  void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
-};
-
 // Policy for launching calls as graphs.
 enum class Graphs {
   never,
   noted,     // no graphs, but records the call's arrays for later calls with `repeated`
   repeated,  // a graph if a call with the same arrays and shapes is recorded
   all,
+};
+
+struct Timing {
+  double enqueue_us;            // host time of the program's `enqueue`
+  double total_ms;              // device time from the first to the last work
+  std::vector<float> marks_ms;  // times from the first work to each mark
 };
 
 class Instance {
@@ -117,22 +117,16 @@ class Instance {
   // Throws CaptureError if a capture fails; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
+  // Makes the staged calls with their copies, and waits until they are done. All ranks call this function together. With
+  // `poison`, sets all bytes of outputs and temporaries to 0xff before each call, which is NaN in floats.
+  void run_staged(const Schedule& schedule, const Staging& staging, bool poison);
+  // Times `repetitions` repetitions of the first staged call, after `warmups` untimed repetitions. All ranks start each
+  // repetition together, except the very first, timed or untimed. The times exclude copies of arrays.
+  std::vector<Timing> measure(const Schedule& schedule, const Staging& staging, int warmups, int repetitions, Gate& gate);
   // Captures a call as a graph. Throws CaptureError if the capture fails.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Launches a captured call, ordered with the calls by `run`. Throws CaptureError if `caller` is being captured.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
-
-  // Runs `work` in one Member::Use. StagedCalls makes several calls in `work`. A failure stops the other ranks.
-  void in_use(const Schedule& schedule, const std::function<void()>& work);
-  // Sets the arrays of the next calls.
-  void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Logs a call, and enqueues the call by `work`.
-  void make_call(cudaStream_t caller, const std::function<void()>& work);
-  void enqueue(cudaStream_t caller, bool is_marked = false);
-  // Enqueues a fill of the program's temporaries with 0xff bytes, which are NaN in every float type.
-  void poison(cudaStream_t caller) const;
-  Member& member() const { return member_; }
-  size_t inputs() const { return inputs_.size(); }
 
   // Any thread may call these two functions.
   CallLog::State progress();
@@ -151,12 +145,18 @@ class Instance {
     std::unique_ptr<Graph> graph;
   };
 
+  // Sets the arrays of the next calls.
+  void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
+  void call(cudaStream_t caller, const Graph* graph = nullptr);  // logs a call, and enqueues it or launches its graph
+  void enqueue(cudaStream_t caller, bool is_marked = false);
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
-  void launch(const Graph& graph, cudaStream_t caller) const;  // enqueues the graph in order with the calls
-  const Graph* graph_of_taken(Graphs graphs);                  // null: the call is made without a graph
-  std::vector<void*> memory() const;                           // addresses of the temporaries' memory
-  void or_stop(const std::function<void()>& work);
+  void launch(const Graph& graph, cudaStream_t caller) const;       // enqueues the graph in order with the calls
+  const Graph* graph_of_taken(Graphs graphs);                       // null: the call is made without a graph
+  std::vector<void*> memory() const;                                // addresses of the temporaries' memory
+  void fill(const Staging::Call& call, cudaStream_t caller) const;  // with 0xff bytes: the outputs and temporaries
+  void finish(cudaStream_t caller) const;
+  void or_stop(const std::function<void()>& work);  // a failure stops the other ranks
 
   Member& member_;
   const ProgramTable& program_;
