@@ -5,8 +5,8 @@ chosen so that a matmul takes about 1.1 times as long as the gather of its weigh
 medians over calls. All ranks start a call together. One program has only the gathers, one has only the layers with replicated weights, and
 one has gathers and layers. The last program has several variants: sequential, the compiler's choice, and asynchronous gathers by NCCL
 kernels or by copy engines. Weights are sharded by rows, by columns, or by rows of their transposes, which PyTorch linear layers store. If
-weights are sharded by columns or by rows of transposes, matmuls can process one shard after another. Data is random, in bf16. One thread
-per GPU.
+weights are sharded by columns or by rows of transposes, matmuls can process one shard after another. With `calls`, a layer is a function,
+and each call gathers the weights of the next call. Data is random, in bf16. One thread per GPU.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def main() -> None:
         for name, chunks in (("NCCL's kernels", 0), ("copy engines", 1), ("copy engines, shard by shard", ranks)):
             if stated := {choice.name: one.name for choice in chosen.choices for one in choice.alternatives if one.chunks == chunks}:
                 programs[f"by {layout}, by {name}"] = compiled_for(ranks, layout, choices=stated)
+    programs["by rows, calls, in sequence"] = compiled_for(ranks, "rows", is_called=True, overlap="off")
+    programs["by rows, calls, as chosen"] = compiled_for(ranks, "rows", is_called=True)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(hw.Program.build, programs.values()))
     times: dict[str, list[float]] = {name: [] for name in programs}
@@ -60,24 +62,27 @@ def main() -> None:
             print(f"  {name}: {spread(times[name])} ms, {hidden:.2f} of the communication is hidden", flush=True)
 
 
-def compiled_for(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:
+def compiled_for(ranks: int, layout: str, multiplies: bool = True, is_called: bool = False, **options: Any) -> hw.Program:
     """Program of the layers. `layout` is "rows", "columns" or "rows of transposes" for sharded weights, and "" for replicated weights. If
-    not `multiplies`, the program has only the gathers."""
+    not `multiplies`, the program has only the gathers. If `is_called`, a layer is a function."""
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 
     def model(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...] | hw.Tensor:
         if not multiplies:
             return tuple(hw.reshard(weights[name], *shape) for name, shape in shapes.items())
         for i in range(LAYERS):
-            own = [f"{name}_{i}" for name in ("wg", "wu", "wd")]
-            whole = [hw.reshard(weights[name], *shapes[name]) for name in own]
-            x = x + swiglu(x, *((each.T for each in whole) if is_turned else whole))
+            x = (called if is_called else layer)(x, *(weights[f"{name}_{i}"] for name in ("wg", "wu", "wd")))
         return x
+
+    def layer(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
+        whole = [hw.reshard(w, *shapes[f"{name}_0"]) for name, w in (("wg", wg), ("wu", wu), ("wd", wd))]
+        return x + swiglu(x, *((each.T for each in whole) if is_turned else whole))
 
     is_turned = layout == "rows of transposes"
     shapes = {name: shape[::-1] if is_turned else shape for name, shape in _shapes().items()}
     split = {"": ("", ""), "columns": ("", "@dp")}.get(layout, ("@dp", ""))
     types = {name: hw.bf16[f"{rows}{split[0]}", f"{columns}{split[1]}"] for name, (rows, columns) in shapes.items()}
+    called = hw.block(x=hw.bf16["M@dp", HIDDEN], **{name: types[f"{name}_0"] for name in ("wg", "wu", "wd")})(layer)
     fusion = hw.fusion(mesh=hw.Mesh(dp=ranks), x=hw.bf16["M@dp", HIDDEN], **types)(model)
     return hw.compile(fusion, target="cuda", options=hw.Options(sizes={"M": ROWS * ranks}, **options))
 

@@ -53,6 +53,8 @@ def fp8(module: Any) -> Iterator[hw.Program]:
 
 
 def fsdp(module: Any) -> Iterator[hw.Program]:
+    module.LAYERS = 2
+    yield module.compiled_for(RANKS, "rows", is_called=True, machine=H200)
     module.LAYERS = 1
     for layout in ("rows", "columns", "rows of transposes"):
         yield module.compiled_for(RANKS, layout, machine=H200)
