@@ -356,3 +356,13 @@ def test_the_module_is_unchanged_after_compile(training: bool) -> None:
     exported(module, (X,), {}, training=training)
     assert [type(part) for part in module.modules()] == classes
     assert [list(vars(part)) for part in module.modules()] == [list(one) for one in held]
+
+
+def test_each_layer_gathers_the_weights_of_the_next_layer() -> None:
+    """The gathers of sharded weights overlap with the layer before."""
+    module = Stack([nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)) for _ in range(6)])
+    plan = {"x": "dp, -", **{f"layers.{i}.{k}.weight": "dp, -" for i in range(6) for k in (0, 2)}}
+    given = (torch.zeros(8, 1024),)
+    program = hostweave.torch.compile(module, hw.Mesh(dp=2), plan, given).program
+    assert program.explain().count("each call gathers the tensor of the next call") == 2
+    assert len([i for i in program.host_ir.split("\n") if "record gathered_ready" in i]) == 2  # before the loop, and in the loop
