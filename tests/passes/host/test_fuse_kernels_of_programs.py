@@ -183,3 +183,22 @@ def test_a_cheap_formula_of_fewer_bytes_is_computed_again() -> None:
     text = hw.compile(hw.fusion(x=hw.bf16[64, 96], mean=hw.f32[64, 1], dy=hw.f32[64, 96])(f)).host_ir
     assert text.count("launch ") == 2
     assert "allocate" not in text
+
+
+def test_a_copy_of_a_gathered_value_is_written_by_the_same_kernel() -> None:
+    """Signals between ranks do not write the value that peers read."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    def model(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        h = hw.relu(x).named("h")
+        copied = hw.copy(h)
+        return copied, hw.matmul(h, w).stream("M", chunks=2, algorithm="put")
+
+    host = lower(model, Options())
+    assert str(host).count("launch @") == 1
+    assert " copy %" not in str(host)
+    assert "get %h " in str(host)
+    random = np.random.default_rng(0)
+    arrays = {"x": random.standard_normal((4, 3)).astype(np.float32), "w": random.standard_normal((3, 5)).astype(np.float32)}
+    for local, rows in zip(interpret(host, arrays), np.split(np.maximum(arrays["x"], 0), 2), strict=True):
+        np.testing.assert_array_equal(next(iter(local.values())), rows)

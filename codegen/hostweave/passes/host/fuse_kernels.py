@@ -193,7 +193,7 @@ class Links:
         for other in others:
             i = self.instruction(other)
             parts = (self.roots(i, "write") - self.roots(i, "read")) & made
-            if parts and not self._writes_beside(other, producer):
+            if parts and not tree.names(i, "guard") and not self._writes_beside(other, producer):
                 return f"%{min(parts)} is written in parts"
         others = [other for other in others if self.roots(self.instruction(other), "read") & made]
         launches = [other for other in others if other in self.launches]

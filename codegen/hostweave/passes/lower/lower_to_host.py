@@ -392,8 +392,13 @@ class _Lowering:
 
     # --- ops that copy ---
 
-    def copy(self, op: Op, sources: Sequence[str], target: str, _: LoopSteps | None) -> None:
-        self.b.emit(ir.Copy(sources[0], target))
+    def copy(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
+        """Emits a copy. If a kernel computes the operand, emits a launch instead, because the kernel can then write both results."""
+        made = self.flow.made.get(op.tensors[0])
+        if steps is None and made and OPS[made.kind].cpp and not self.flow.is_view(made):
+            self.launch(op, sources, target, steps)
+        else:
+            self.b.emit(ir.Copy(sources[0], target))
 
     def collective_permute(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
         """Moves blocks between ranks. If each rank stores all blocks, each rank moves the blocks in its own memory."""
