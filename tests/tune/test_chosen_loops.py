@@ -69,6 +69,21 @@ def test_result_and_choice(ranks: int) -> None:
     np.testing.assert_array_equal(z, np.abs(a) @ given["wd"])
 
 
+def test_a_reduction_after_a_function_that_communicates() -> None:
+    """The matmul in the loop reads chunks of the function's result."""
+
+    @hw.block(x=hw.f32["M", "F@x"], w=hw.f32["F@x", "F"])
+    def summed(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(hw.matmul(x, w), "M", "F@x")
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M", "F@x"], w=hw.f32["F@x", "F"], wd=hw.f32["F@x", "N"])
+    def model(x: hw.Tensor, w: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(hw.matmul(summed(x, w), wd), "M@x", "N").named("y")
+
+    program = hw.compile(model, options=hw.Options(sizes={"M": 1536, "F": 48, "N": 24}, machine=SLOW))
+    assert {choice.value: choice.chosen.algorithm for choice in program.choices}["y"] == "put"
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(("alternative", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
 def test_a_gather_that_is_read_again_after_its_loop(alternative: str, chunks: int, ranks: int) -> None:

@@ -132,7 +132,7 @@ class _Finder:
         for number, name in enumerate(matmul.tensors):
             made = self.fusion.made.get(name)
             is_walked = indices.operand_dim(number, dim) is not None
-            if made and is_walked and (communicates(made) or made.result.type.partial or made.result.stream):
+            if made and is_walked and ((communicates(made) and not made.callee) or made.result.type.partial or made.result.stream):
                 return (), 0
         return (matmul,), dim
 
