@@ -37,6 +37,12 @@ class ParameterGroup:
                 return before, range(int(begin), int(end) + 1), after
         return "", range(0), ""
 
+    @property
+    def stem(self) -> str:
+        """The names without their number, such as `w` for `w_0` and `layers_weight` for `layers_0_weight`."""
+        before, _, after = self.pattern
+        return "_".join(word for word in (before.strip("_"), after.strip("_")) if word)
+
     def __str__(self) -> str:
         return f"as {self.first} to {self.last} of {self.struct}"
 

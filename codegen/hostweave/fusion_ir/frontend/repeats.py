@@ -80,9 +80,7 @@ class _Rewriting:
             yield replace(value, name=name, type=stacked(value.type, self.depth(len(column))), group=group)
 
     def named(self, column: Column, group: ParameterGroup) -> str:
-        before, _, after = group.pattern
-        words = [word for word in (before.strip("_"), after.strip("_")) if word]
-        self.name_of[column] = claim_unique("_".join(words) or "group", self.taken)
+        self.name_of[column] = claim_unique(group.stem or "group", self.taken)
         return self.name_of[column]
 
     def returned(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[ParameterGroup | None, ...]]:

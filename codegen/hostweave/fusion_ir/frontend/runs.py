@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise, product
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops.attributes import AXIS, INDEX
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.shapes import is_element
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.group import ParameterGroup
 from hostweave.types.tensor import TensorType
@@ -88,7 +89,7 @@ class Runs:
         self.taken = {*self.values, *(name for value in self.values.values() for size in value.type.shape for name in size.symbols)}
         self.stacks: dict[Column, tuple[CallRun, int]] = {}
         self.runs: list[CallRun] = []
-        self.selects = {op.result.name: op for op in fusion.ops if op.kind == "select" and op[AXIS] == 0}
+        self.selects = {op.result.name: op for op in fusion.ops if is_element(op)}
         self.result_of: dict[tuple[str, int], str] = {  # (call, index of a result) -> name of the result
             (op.tensors[0], op[INDEX]): op.result.name for op in fusion.ops if op.kind == "output" and op.callee
         }

@@ -13,6 +13,7 @@ from hostweave.base.errors import HostweaveError, Location, ProgramError, users_
 from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.donation import Donated, donations
+from hostweave.fusion_ir.frontend.outline import function_of, is_one_repeat, loops, with_calls
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.repeats import repeat_calls
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, placed_on
@@ -35,8 +36,8 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
       input's dtype and dims, in any order, and gets the input's sharding. Exactly one result of this dtype and these dims must be computed
       from the input, unless `donate={"m": 1}` chooses result 1 for the input m.
 
-    The function is traced once with symbolic tensors, so Python loops are unrolled. The function must return a tensor, or a tuple or
-    list of tensors.
+    The function is traced once with symbolic tensors. Python loops are unrolled, or become repeats if their iterations are equal. The
+    function must return a tensor, or a tuple or list of tensors.
 
     Raises ProgramError if the function cannot be traced. The message names the line.
 
@@ -90,7 +91,22 @@ def traced(
     finished = repeat_calls(finished) if word == "fusion" else finished
     verify_fusion(finished)
     trace.is_traced = True
-    return finished
+    return _rolled(finished, trace, outputs, donated) if word == "fusion" else finished
+
+
+def _rolled(fusion: Fusion, trace: _Trace, outputs: Sequence[Tensor], donated: tuple[str, ...]) -> Fusion:
+    """Outlines the loops of a traced program. A loop that would not become exactly one repeat stays unrolled."""
+    for loop in loops(trace, outputs, donated):
+        inner, results = function_of(trace, loop)
+        taken = {fusion.name, *trace.sources, *(function.name for function in fusion.functions)}
+        function = _finished(unique_name("layer", taken), inner, results)
+        outer = with_calls(trace, loop, function)
+        made = [outer.tensors[output._value.name] for output in outputs]
+        rolled = repeat_calls(replace(_finished(fusion.name, outer, made), donated=donated))
+        if is_one_repeat(rolled, function, loop):
+            verify_fusion(rolled)
+            fusion, trace, outputs = rolled, outer, made
+    return fusion
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -141,7 +157,7 @@ def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
     return list(distinct.values())
 
 
-def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
+def _finished(name: str, trace: _Trace, outputs: Sequence[Tensor]) -> Fusion:
     needed = trace.needed_for(outputs)
     names = names_of(trace.tensors, needed, [tensor._value.name for tensor in outputs])
     inputs, ops = [], []

@@ -26,9 +26,14 @@ def _call(types: Types, op: Op) -> TensorType:
     return unsharded(function.output_types[0])
 
 
+def calls(op: Op) -> bool:
+    """True for a call and a repeat. An `output` only names a further result of a call."""
+    return op.callee is not None and op.kind != "output"
+
+
 def times_called(op: Op, sizes: Sizes) -> int:
-    """Number of times that an op calls its function. An `output` only names a further result of a call."""
-    if op.kind == "output":
+    """Number of times that an op calls its function."""
+    if not calls(op):
         return 0
     return op[DEPTH].bind(sizes) if is_repeat(op) else 1
 

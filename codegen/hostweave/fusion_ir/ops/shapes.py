@@ -16,6 +16,11 @@ from hostweave.types.zigzag import Zigzag
 OPS: dict[str, OpDef] = {}
 
 
+def is_element(op: Op) -> bool:
+    """True for one index of the first dim, such as `w[0]`."""
+    return op.kind == "select" and op[AXIS] == 0
+
+
 def _expand_dims(types: Types, op: Op) -> TensorType:
     axes = checked_axes(op[AXES], len(types[0].dims) + len(op[AXES]))
     old = iter(types[0].shape)
