@@ -186,7 +186,7 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
     TABLE[f"{_name}.default"] = partial(_logical, getattr(hw, _name))
 
 
-@aten("where.self")
+@aten("where.self", "where.Scalar")
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     dtype = dtype_of(result.dtype)
     a, b = (number_of(dtype, one) if isinstance(one, Number) else cast(one, result.dtype) for one in (a, b))
