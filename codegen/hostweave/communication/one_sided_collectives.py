@@ -53,7 +53,7 @@ class OneSidedCollectives(Signals):
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
         src = src if puts else self.in_window(src)
         shape, is_outside = self.b.types[src].shape, self.b.is_outside(src) and self.b.is_outside(dst)
-        with self.b.outermost() if is_outside else nullcontext():
+        with self.b.outside() if is_outside else nullcontext():
             own = self.own_block(dst, shape, along)
 
         def copy_own() -> None:
@@ -79,7 +79,7 @@ class OneSidedCollectives(Signals):
     def reduce_scatter(self, src: str, dst: str, reduction: TermReduction, along: int | None = None) -> None:
         shape, src = self.b.types[dst].shape, self.in_window(src)
         is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
-        with self.b.outermost() if is_outside else nullcontext():
+        with self.b.outside() if is_outside else nullcontext():
             block = self.own_block(src, shape, along)
             own = self.b.reshape(block, shape, f"{src}_own")
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size - 1), *shape)))

@@ -49,6 +49,7 @@ class Builder:
         self._indices: list[str] = []  # names of loop indices, by loop depth
         self._depth = 0
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
+        self._outside = 1  # number of scopes outside of the loops and blocks that `is_outside` is about
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # permuted view -> its source and order
         self._view_of: dict[str, ir.View] = {}
         self._windows: set[str] = set()
@@ -141,6 +142,21 @@ class Builder:
         """Emits into the outermost body, before the loop or block that is being built."""
         scopes = self._scopes
         self._scopes = scopes[:1]
+        yield
+        self._scopes = scopes
+
+    @contextmanager
+    def from_here(self) -> Iterator[None]:
+        """Names that are defined so far count as outside of the blocks that the caller builds."""
+        before, self._outside = self._outside, len(self._scopes)
+        yield
+        self._outside = before
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Emits before the loops and blocks that `is_outside` is about."""
+        scopes = self._scopes
+        self._scopes = scopes[: self._outside]
         yield
         self._scopes = scopes
 
@@ -280,8 +296,8 @@ class Builder:
         return name
 
     def is_outside(self, name: str) -> bool:
-        """True if a buffer or view is defined outside of all loops and blocks that are being built."""
-        return not any(name in tree.names(i, "define") for scope in self._scopes[1:] for i in scope.instructions)
+        """True if a buffer or view is defined outside of the loops and blocks that are being built, or since `from_here`."""
+        return not any(name in tree.names(i, "define") for scope in self._scopes[self._outside :] for i in scope.instructions)
 
     def is_visible(self, name: str) -> bool:
         """True if the next instruction may use this buffer or view."""

@@ -43,7 +43,7 @@ from hostweave.fusion_ir.ops.calls import carried_by, is_gathered_by_call, lagge
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Var
-from hostweave.passes.lower.asynchronous import COMM, Asynchronous
+from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -68,6 +68,7 @@ class _NextCall:
     gathers: dict[int, Op]  # operand of the repeat -> the gather
     slots: dict[int, str]  # operand of the repeat -> memory of two gathered tensors
     event: str  # recorded after the gathers of a call
+    arrived: list[str]  # events, one per gather, that are recorded before a copy of this rank's block; empty if nothing is copied
 
 
 def gathers_by_call(flow: Dataflow, op: Op) -> dict[int, Op]:
@@ -127,7 +128,7 @@ class RepeatLowering:
             self.asynchronous.wait_for(gather.tensors[0])
             stack = self.flow.local(gather.result)
             slots[number] = self.b.allocate(gather.result.name, BufferType(stack.dtype, (Size(2), *stack.shape[1:])))
-        ahead = _NextCall(op, gathers, slots, self.b.new_events("gathered_ready"))
+        ahead = _NextCall(op, gathers, slots, self.b.new_events("gathered_ready"), [])
         self.gather(ahead, Const(0), "first")
         return ahead
 
@@ -140,19 +141,31 @@ class RepeatLowering:
         return {number: b.select(slots, 0, index % 2, f"{slots}_{index.name}") for number, slots in ahead.slots.items()}
 
     def gather(self, ahead: _NextCall, call: Expr, word: str) -> None:
-        b = self.b
-        with b.nested() as body:
-            for number, gather in ahead.gathers.items():
-                stack, slots = self.buffers.buffer_of(gather.tensors[0]), ahead.slots[number]
-                src = b.select(stack, 0, _tensor_of_call(ahead.op, call), f"{stack}_{word}")
-                with b.by(gather.result.transport):
-                    gather_one(b, self.flow, gather, src, b.slot(slots, call % 2, f"{slots}_{word}"))
-            b.emit(ir.Record(ahead.event, Const(0)))
-        with b.outermost():  # The memory is in use while a call allocates its own.
-            for i in (i for i in body if tree.names(i, "allocate")):
-                b.emit(i)
+        """Emits the gathers of a call. A copy of this rank's block runs on the stream COPIES, during the next gather."""
+        b, made = self.b, list[tuple[list[tree.Instruction], list[tree.Instruction]]]()  # communication and copies of each gather
+        for number, gather in ahead.gathers.items():
+            stack, slots = self.buffers.buffer_of(gather.tensors[0]), ahead.slots[number]
+            src = b.select(stack, 0, _tensor_of_call(ahead.op, call), f"{stack}_{word}")
+            dst, b.aside = b.slot(slots, call % 2, f"{slots}_{word}"), []
+            with b.from_here(), b.nested() as body, b.by(gather.result.transport):
+                gather_one(b, self.flow, gather, src, dst)
+            made.append(([i for i in body if not tree.names(i, "allocate")], b.aside))
+            b.aside = None
+            with b.outermost():  # The memory is in use while a call allocates its own.
+                for i in (i for i in body if tree.names(i, "allocate")):
+                    b.emit(i)
         b.emit(ir.Fork(COMM))
-        b.emit(ir.OnStream(COMM, Const(0), tuple(i for i in body if not tree.names(i, "allocate"))))
+        ready = ir.Record(ahead.event, Const(0))
+        if not any(copies for _, copies in made):
+            b.emit(ir.OnStream(COMM, Const(0), (*(i for body, _ in made for i in body), ready)))
+            return
+        if not ahead.arrived:
+            ahead.arrived.append(b.new_events("gathered_arrived", len(made)))
+        (arrived,) = ahead.arrived
+        for number, (body, copies) in enumerate(made):
+            is_last = number == len(made) - 1
+            b.emit(ir.OnStream(COMM, Const(0), (*body, ir.Record(arrived, Const(number)))))
+            b.emit(ir.OnStream(COPIES, Const(0), (ir.Wait(arrived, Const(number)), *copies, *([ready] if is_last else ()))))
 
     def is_updated(self, function: Fusion, operand: int, result: int) -> bool:
         """True if a function returns a result in the memory of an operand."""
