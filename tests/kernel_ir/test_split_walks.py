@@ -21,7 +21,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "a result that does not depend on the reductions": (
         lambda x: (hw.sum(x * 2, 1), x * 2),
         {"x": hw.f32["M", "N"]},
-        ["+ walk 0: reduce %sum_x; store %multiply_x"],
+        ["+ walk 0: reduce %sum_x; store %multiply_x_2"],
     ),
     "pointwise": (lambda x: hw.exp(x), {"x": hw.f32["M", "N"]}, []),
 }

@@ -85,7 +85,8 @@ def _key(op: Op) -> object:
     numbers = tuple(None if isinstance(operand, str) else operand for operand in op.operands)
     value = op.result
     called = op.callee and op.callee.name
-    return op.kind, repr((numbers, op.attributes)), value.type, value.pinned, value.stream, op.location, called, op.user_kernel
+    text = repr((numbers, op.attributes, value.stream))  # a user's attributes may be unhashable until they are verified
+    return op.kind, text, value.type, value.pinned, op.location, called, op.user_kernel
 
 
 def _regions(keys: Sequence[object]) -> Iterator[tuple[int, int, int]]:
