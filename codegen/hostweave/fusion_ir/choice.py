@@ -67,7 +67,7 @@ def parse_choice(reader: Reader) -> Choice:
     def alternative() -> Alternative:
         algorithm = reader.word("an algorithm")
         chunks = reader.within(reader.integer) if reader.peek() == "(" else 0
-        micros = round(float(reader.number("a time")), 1)  # as printed
+        micros = round(float(reader.number("a time")), 1)
         reader.expect("us")
         return Alternative(algorithm, chunks, micros)
 
