@@ -55,7 +55,8 @@ def suites_command(device: Device) -> list[str | Path]:
     """
     merged = device.folder / "suites.cpp"
     names = ("device_lease", "instance", "member", "signals_cuda", "staging", "target_cuda")
-    sources = (*(HERE / f"{suite}.cpp" for suite in SUITES), *(RUNTIME / "driver" / "src" / f"{name}.cpp" for name in names))
+    driver = (RUNTIME / "src" / "driver_function_cuda.cpp", *(RUNTIME / "driver" / "src" / f"{name}.cpp" for name in names))
+    sources = (*(HERE / f"{suite}.cpp" for suite in SUITES), *driver)
     main = "int main(int argc, char** argv) { return testing::main(argc, argv); }\n"
     merged.write_text("".join(f'#include "{path}"\n' for path in sources) + main)
     folders = [f"-I{RUNTIME / folder}" for folder in ("include", "attention", "driver/include", "driver/src")]
