@@ -231,7 +231,7 @@ class Emitter:
     def text_if(self, name: str, condition: Expr) -> str:
         """C++ of a buffer that is used only if the condition holds."""
         with self.integers.given(condition):
-            return (self.element(name) if name in self.elements else "") or self.text(name)
+            return self.element(name) if name in self.elements else self.text(name)
 
     def emit_choose(self, i: ir.Choose) -> str:
         condition = self.integers.known(i.condition)

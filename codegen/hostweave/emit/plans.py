@@ -1,5 +1,6 @@
 """Arguments and names of matmul and attention plans."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from hostweave.analysis.def_use import DefUse, def_use
@@ -51,8 +52,9 @@ class Products:
                 results.setdefault(uses.root(i.b), self.result(i.dst, uses))
 
     def name(self, i: ir.Matmul, types: Sequence[BufferType]) -> str:
-        """Name of a plan, made of the names of results: `g_and_u`, or `q_and_2_others`."""
+        """Name of a plan, made of the names of results: `g_and_u`, or `q_and_2_others`. Numbered names such as `q_7` are not others."""
         first, *others = self._results[_alike(i, types)].values()
+        others = [name for name in others if not re.fullmatch(rf"{first}_\d+", name)]
         return first if not others else f"{first}_and_{others[0] if len(others) == 1 else f'{len(others)}_others'}"
 
     @staticmethod
