@@ -138,10 +138,10 @@ class Builder:
         self.emit(ir.For(index.name, count, tuple(body)))
 
     @contextmanager
-    def outermost(self) -> Iterator[None]:
-        """Emits into the outermost body, before the loop or block that is being built."""
+    def outermost(self, depth: int = 1) -> Iterator[None]:
+        """Emits into the outermost body, before the loop or block that is being built, or into the body at `depth`."""
         scopes = self._scopes
-        self._scopes = scopes[:1]
+        self._scopes = scopes[:depth]
         yield
         self._scopes = scopes
 
@@ -152,13 +152,9 @@ class Builder:
         yield
         self._outside = before
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside(self) -> AbstractContextManager[None]:
         """Emits before the loops and blocks that `is_outside` is about."""
-        scopes = self._scopes
-        self._scopes = scopes[: self._outside]
-        yield
-        self._scopes = scopes
+        return self.outermost(self._outside)
 
     def hoisted(self) -> AbstractContextManager[None]:
         return self.outermost() if self.hoists_views else nullcontext()
