@@ -32,22 +32,19 @@ class Asynchronous:
         """Emits the instructions of `communicate` on the separate stream, after all earlier work of the caller's stream. The copy of
         this rank's block runs on the same stream, on the stream COPIES or on the caller's stream. Sums of terms may run on the caller's
         stream."""
-        name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
-        with self.b.nested() as body, self.b.by(op.result.transport):
-            communicate()
-        copies, self.b.aside = self.b.aside, None
+        name, self.b.sums = op.result.name, [] if self._is_summed_by_user(op) else None
+        body, copies = self.instructions(op, communicate)
         sums, self.b.sums = self.b.sums, None
         self.pending[name] = ready = self.b.new_events(f"{name}_ready") if self._is_read(name) else ""
         aside = copies if ready and not self._is_awaited(op) else []
-        arrived = self.b.new_events(f"{name}_arrived") if aside else ready
+        arrived = self.b.new_events(f"{name}_arrived") if aside else ""
         latest = next((i for i in self.b.issued() if not tree.names(i, "stream")), None)
         if latest is None or tree.names(latest, "fork") != (COMM,):  # Otherwise the caller's stream has no new work since the last fork.
             self.b.emit(ir.Fork(COMM))
         begins = [ir.Wait(event, Const(0)) for source in op.tensors if (event := self.copied.get(self.flow.viewed(source)))]
-        self._on(COMM, *begins, *body, *(copies if not ready else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
+        self.enqueue([*begins, *body, *(copies if not ready else ())], ready, aside, arrived)
         if aside:
             self.copied[name] = ready
-            self._on(COPIES, ir.Wait(arrived, Const(0)), *aside, ir.Record(ready, Const(0)))
         elif ready and copies:
             for source in op.tensors:  # the copies read the source, which may itself be asynchronous
                 self.wait_for(source)
@@ -55,6 +52,22 @@ class Asynchronous:
                 self.b.emit(copy)
         self.sums[name] = sums or []
         self.is_forked = True
+
+    def instructions(self, op: Op, communicate: Callable[[], None]) -> tuple[list[tree.Instruction], list[tree.Instruction]]:
+        """Instructions that `communicate` emits, and copies that may run on another stream."""
+        self.b.aside = []
+        with self.b.nested() as body, self.b.by(op.result.transport):
+            communicate()
+        copies, self.b.aside = self.b.aside, None
+        return body, copies
+
+    def enqueue(self, body: Iterable[tree.Instruction], ready: str, copies: Iterable[tree.Instruction], arrived: str, at: int = 0) -> None:
+        """Emits communication on the stream COMM, and records event `ready` at the end. If there is an event `arrived`, records its index
+        `at` after the communication, and emits `copies` on the stream COPIES."""
+        done = [ir.Record(ready, Const(0))] if ready else []
+        self._on(COMM, *body, *([ir.Record(arrived, Const(at))] if arrived else done))
+        if arrived:
+            self._on(COPIES, ir.Wait(arrived, Const(at)), *copies, *done)
 
     def _on(self, stream: str, *body: tree.Instruction) -> None:
         self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))

@@ -8,9 +8,9 @@ becomes, if `depth` is odd and %x is a temporary,
     copy %x -> %y_other
     for %i in 0..depth {
       %w_i = select %w[0: %i]
-      %y_before = choose %y_other if %i % 2 == 0 else %y
+      %x_i = choose %y_other if %i % 2 == 0 else %y
       %y_i = choose %y if %i % 2 == 0 else %y_other
-      call @layer %y_before, %w_i -> %y_i
+      call @layer %x_i, %w_i -> %y_i
     }
 
 The carried value alternates between two buffers, and the last call writes %y. For an even `depth`, the two buffers are swapped. If %x is
@@ -34,6 +34,7 @@ Each gather begins after the call that last read the memory of the gathered tens
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from hostweave.communication.collective import gather_one
 from hostweave.communication.steps import Dataflow, expr_of
@@ -43,7 +44,7 @@ from hostweave.fusion_ir.ops.calls import carried_by, is_gathered_by_call, lagge
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Var
-from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
+from hostweave.passes.lower.asynchronous import COMM, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -146,26 +147,22 @@ class RepeatLowering:
         for number, gather in ahead.gathers.items():
             stack, slots = self.buffers.buffer_of(gather.tensors[0]), ahead.slots[number]
             src = b.select(stack, 0, _tensor_of_call(ahead.op, call), f"{stack}_{word}")
-            dst, b.aside = b.slot(slots, call % 2, f"{slots}_{word}"), []
-            with b.from_here(), b.nested() as body, b.by(gather.result.transport):
-                gather_one(b, self.flow, gather, src, dst)
-            made.append(([i for i in body if not tree.names(i, "allocate")], b.aside))
-            b.aside = None
+            dst = b.slot(slots, call % 2, f"{slots}_{word}")
+            with b.from_here():
+                body, copies = self.asynchronous.instructions(gather, partial(gather_one, b, self.flow, gather, src, dst))
+            made.append(([i for i in body if not tree.names(i, "allocate")], copies))
             with b.outermost():  # The memory is in use while a call allocates its own.
                 for i in (i for i in body if tree.names(i, "allocate")):
                     b.emit(i)
         b.emit(ir.Fork(COMM))
-        ready = ir.Record(ahead.event, Const(0))
         if not any(copies for _, copies in made):
-            b.emit(ir.OnStream(COMM, Const(0), (*(i for body, _ in made for i in body), ready)))
+            self.asynchronous.enqueue([i for body, _ in made for i in body], ahead.event, [], "")
             return
         if not ahead.arrived:
             ahead.arrived.append(b.new_events("gathered_arrived", len(made)))
-        (arrived,) = ahead.arrived
         for number, (body, copies) in enumerate(made):
-            is_last = number == len(made) - 1
-            b.emit(ir.OnStream(COMM, Const(0), (*body, ir.Record(arrived, Const(number)))))
-            b.emit(ir.OnStream(COPIES, Const(0), (ir.Wait(arrived, Const(number)), *copies, *([ready] if is_last else ()))))
+            ready = ahead.event if number == len(made) - 1 else ""
+            self.asynchronous.enqueue(body, ready, copies, ahead.arrived[0], number)
 
     def is_updated(self, function: Fusion, operand: int, result: int) -> bool:
         """True if a function returns a result in the memory of an operand."""
@@ -226,7 +223,8 @@ class RepeatLowering:
         if not others:
             return first, first
         is_even, (second,) = (index % 2).equals(0), others
-        before, given = b.choose(is_even, first, second, f"{name}_before"), b.choose(is_even, second, first, own)
+        before = b.choose(is_even, first, second, taken if carried.is_copied else f"{name}_before")
+        given = b.choose(is_even, second, first, own)
         return before if carried.is_copied else b.choose(index.equals(0), carried.source, before, taken), given
 
     def end(self, op: Op, carried: _Carried, name: str, kept: str, all_given: str) -> None:
