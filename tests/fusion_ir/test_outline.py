@@ -11,6 +11,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.check.check import check
+from hostweave.emit import render
 from hostweave.fusion_ir.frontend import tracing
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
@@ -61,7 +62,8 @@ def test_a_loop_becomes_a_repeat() -> None:
     text = str(mlp(8))
     assert text.count(" = repeat @layer(") == 1
     assert " call " not in text
-    assert "function @layer(%h: f32[M, F@tp], %w_out: f32[F@tp, E], %x: f32[M@tp, E], %w_in: f32[E, F@tp])" in text
+    assert "function @layer(%x: f32[M@tp, E], %h: f32[M, F@tp], %w_in: f32[E, F@tp], %w_out: f32[F@tp, E])" in text
+    assert "return %x_out, %h_out" in text
     assert "%w_out: f32[depth, F@tp, E] as w_out_0 to w_out_6 of layers, %w_in: f32[depth, E, F@tp] as w_in_1 to w_in_7 of layers" in text
     assert len({len(str(mlp(count)).splitlines()) for count in (5, 8, 32)}) == 1
 
@@ -70,6 +72,15 @@ def test_a_whole_iteration_is_a_body_if_possible() -> None:
     text = str(mlp(8, "M"))
     assert "function @layer(%x: f32[M, E], %w_in: f32[E, F@tp], %w_out: f32[F@tp, E])" in text
     assert "as w_in_0 to w_in_7 of layers" in text
+
+
+def test_names_in_the_generated_loop() -> None:
+    """Names say the user's variable and its role. Plans of matmuls by `w_out` and `w_out_7` have one name."""
+    text = render(lower(mlp(8), Options()))["program.cpp"]
+    assert "layer(x_i, h_i, in.layers[i], x_out_i, h_out_i, caller);" in text
+    assert "Program::layer(const float* x, const float* h, const LayerInputs& in, float* x_out, float* h_out, cudaStream_t" in text
+    assert "plan_matmul_w_out_.multiply(h_out_, w_out_7, " in text
+    assert "add_copy_x_new_x_out" in text
 
 
 def test_a_norm_stays_in_the_kernel_of_the_iteration_before() -> None:

@@ -12,6 +12,7 @@ into bodies only where nothing could be fused or overlap: each body begins with 
 ops and communications. A body may thus begin in the middle of an iteration of the user's loop, for example after a normalization.
 """
 
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -122,23 +123,24 @@ def _may_begin(op: Op) -> bool:
 @dataclass(frozen=True)
 class PythonLoop:
     """Equal bodies, which become calls of a function. For each op of a body, `operands` has an index of another op of the body, or the
-    argument of the function in all calls. `carried` maps arguments to the ops whose results the next body takes."""
+    argument of the function in all calls. `carried` maps arguments to the ops whose results the next body takes. `parameters` has the name
+    of each argument: first the carried values in the order of the results, then the others in the order of the program's inputs."""
 
     bodies: Sequence[tuple[Op, ...]]
     operands: tuple[tuple[int | Column, ...], ...]
     carried: Mapping[Column, int]
+    parameters: Mapping[Column, str]
     types: Mapping[str, TensorType]  # types of all values of the program, with inferred shardings
     copied: Set[int] = frozenset()  # results that are communicated in the body; the function returns copies of these results
-
-    @cached_property
-    def columns(self) -> tuple[Column, ...]:
-        """The arguments of the function."""
-        return tuple(dict.fromkeys(operand for of_op in self.operands for operand in of_op if not isinstance(operand, int)))
 
     @cached_property
     def results(self) -> tuple[int, ...]:
         """Ops of a body that compute the results of the function."""
         return tuple(sorted({*self.carried.values()}))
+
+    def name_of(self, result: int, word: str) -> str:
+        """Name of a result, after the argument of the next call: `x_out`, or `x_new` if the function returns a copy."""
+        return next(f"{name}_{word}" for column, name in self.parameters.items() if self.carried.get(column) == result)
 
     def made_by(self, ops: Iterable[int]) -> Iterator[tuple[int, int, str]]:
         """Number of the body, index of the op, and name of the value."""
@@ -169,10 +171,38 @@ class _LoopFinder:
                 if (previous := next(iter(before))) is not None:
                     carried[column] = previous
             operands.append(tuple(found))
-        loop = PythonLoop(bodies, tuple(operands), carried, self.types)
+        columns = dict.fromkeys(operand for of_op in operands for operand in of_op if not isinstance(operand, int))
+        parameters = self.parameters(columns, {column: bodies[0][at].result.name for column, at in carried.items()})
+        loop = PythonLoop(bodies, tuple(operands), carried, parameters, self.types)
         is_short = sum(not _only_moves(op) for op in bodies[0]) < 2  # such as a single call, for which a function gains nothing
         is_possible = carried and not is_short and self.is_closed(loop, local) and self.is_cut(loop)
         return replace(loop, copied=self.communicated(loop).intersection(loop.results)) if is_possible else None
+
+    def parameters(self, columns: Iterable[Column], carried: Mapping[Column, str]) -> dict[Column, str]:
+        """Arguments of the function in the order of its parameters, with the names of the parameters."""
+        families = {column: self.family(column) for column in columns if column not in carried}
+        ordered = (*sorted(carried, key=lambda column: int(carried[column])), *sorted(families, key=lambda column: families[column][0]))
+        taken = set[str]()
+        return {c: claim_unique(families[c][1] if c in families else self.variable(carried[c], c[0]), taken) for c in ordered}
+
+    def family(self, column: Column) -> tuple[int, str]:
+        """Number of the first input of a group, and the name of the group: `w` for the inputs w_0, w_1, ..., or for w[0], w[1], ..."""
+        tensor = self.trace.tensors[column[0]]
+        if tensor._op and is_element(tensor._op) and len({*column}) > 1:
+            column = (tensor._op.tensors[0],)
+        names = {number: str(other._name) for number, other in self.trace.tensors.items() if other._op is None}
+        first, last = sorted((names.get(number, "") for number in (column[0], column[-1])), key=lambda name: (len(name), name))
+        group = ParameterGroup(first, last, "")
+        before, numbers, after = group.pattern
+        if not numbers:
+            return int(column[0]), self.variable(column[0])
+        pattern = re.compile(rf"{re.escape(before)}\d+{re.escape(after)}")
+        return next(int(number) for number, name in names.items() if pattern.fullmatch(name)), group.stem
+
+    def variable(self, *numbers: str) -> str:
+        """The user's name of the first of these values that has a name."""
+        named = (name for number in numbers for name in (self.trace.tensors[number]._name, self.trace.tensors[number]._variable))
+        return next(filter(None, named), "x")
 
     def communicated(self, loop: PythonLoop) -> set[int]:
         """Ops of a body whose results, or views of them, are communicated. Results of a function are not in windows, but copies are."""
@@ -186,8 +216,8 @@ class _LoopFinder:
     def is_closed(self, loop: PythonLoop, local: Sequence[Mapping[str, int]]) -> bool:
         """True if a body passes values only to the next body, and all values of an argument have one type. Values that the user named,
         streamed, donated or placed on some ranks, and kernels of the user, are not part of loops."""
-        symbols = {name for column in loop.columns for size in self.types[column[0]].shape for name in size.symbols}
-        for column in loop.columns:
+        symbols = {name for column in loop.parameters for size in self.types[column[0]].shape for name in size.symbols}
+        for column in loop.parameters:
             are_alike = len({self.types[name] for name in column}) == 1 and self.in_place.isdisjoint(column)
             if not are_alike or not (column in loop.carried or len({*column}) == 1 or self.is_numbered(column)):
                 return False
@@ -215,7 +245,7 @@ class _LoopFinder:
 
     def is_cut(self, loop: PythonLoop) -> bool:
         """True if no kernel, and no communication that overlaps with other work, would cross the border between two bodies."""
-        facts: dict[int | Column, _ValueFacts] = {c: _ValueFacts(varies=c in loop.carried, differs=len({*c}) > 1) for c in loop.columns}
+        facts: dict[int | Column, _ValueFacts] = {c: _ValueFacts(varies=c in loop.carried, differs=len({*c}) > 1) for c in loop.parameters}
         body, read_first, steps = loop.bodies[1], set[int](), set[int]()  # steps: large ops and communications
         for at, op in enumerate(body):
             given, columns = [facts[operand] for operand in loop.operands[at]], enumerate(loop.operands[at])
@@ -295,11 +325,10 @@ class _ValueFacts:
 
 def function_of(trace: _Trace, loop: PythonLoop) -> tuple[_Trace, list[Tensor]]:
     """Trace of the function, and its results."""
-    made, taken = _Trace(trace.mesh, trace.functions, trace.sources), set[str]()
+    made = _Trace(trace.mesh, trace.functions, trace.sources)
     given: dict[int | Column, str] = {}
     returned = dict[int, str]()
-    for column in loop.columns:
-        name = claim_unique(_name_of(trace, loop, column), taken)
+    for column, name in loop.parameters.items():
         given[column] = made.add(None, loop.types[column[0]], pinned=True, name=name)._value.name
     for at, op in enumerate(loop.bodies[0]):
         old = trace.tensors[op.result.name]
@@ -308,10 +337,13 @@ def function_of(trace: _Trace, loop: PythonLoop) -> tuple[_Trace, list[Tensor]]:
         given[at] = number = str(len(made.tensors))
         made.tensors[number] = _like(old, made, old._op and replace(old._op, operands=operands), replace(old._value, name=number))
         if at in loop.copied:
+            made.tensors[number]._variable = loop.name_of(at, "new")
             value = Value(str(len(made.tensors)), unsharded(old.type))
             copy = Op("copy", (number,), value, location=op.location)
             made.tensors[value.name] = Tensor(made, copy, value)
-        returned[at] = value.name if at in loop.copied else number
+        if at in loop.results:
+            returned[at] = value.name if at in loop.copied else number
+            made.tensors[returned[at]]._variable = loop.name_of(at, "out")
     return made, [made.tensors[returned[at]] for at in loop.results]
 
 
@@ -319,12 +351,13 @@ def with_calls(trace: _Trace, loop: PythonLoop, function: Fusion) -> _Trace:
     """Trace in which calls of the function replace the bodies. The numbers of values do not change."""
     made = _Trace(trace.mesh, trace.functions, trace.sources)
     inputs = {number: tensor for number, tensor in trace.tensors.items() if tensor._op is None}
-    elements = {name: trace.tensors[name] for column in loop.columns for name in column if _is_element(trace.tensors[name]._op, inputs)}
+    elements = {name: trace.tensors[name] for column in loop.parameters for name in column if _is_element(trace.tensors[name]._op, inputs)}
     gone = {name for _, _, name in loop.made_by(range(len(loop.operands)))}
     new = dict[str, Op]()
+    results = {name: loop.name_of(at, "out") for _, at, name in loop.made_by(loop.results)}
     for number, body in enumerate(loop.bodies):
         call, *others = (body[at].result.name for at in loop.results)
-        arguments = tuple(column[number] for column in loop.columns)
+        arguments = tuple(column[number] for column in loop.parameters)
         new[call] = Op("call", arguments, Value(call, function.output_types[0]), location=body[0].location, callee=function)
         for index, name in enumerate(others, 1):
             value = Value(name, function.output_types[index])
@@ -333,6 +366,7 @@ def with_calls(trace: _Trace, loop: PythonLoop, function: Fusion) -> _Trace:
         if name in new:
             value = Value(name, unsharded(new[name].result.type))
             made.tensors[name] = _like(tensor, made, replace(new[name], result=value), value)
+            made.tensors[name]._variable = results[name]
         elif name not in gone:
             made.tensors[name] = _like(tensor, made, tensor._op, tensor._value)
     return made
@@ -355,14 +389,3 @@ def _like(tensor: Tensor, trace: _Trace, op: Op | None, value: Value) -> Tensor:
     made = Tensor(trace, op, value)
     made._name, made._variable, made._word = tensor._name, tensor._variable, tensor._word
     return made
-
-
-def _name_of(trace: _Trace, loop: PythonLoop, column: Column) -> str:
-    """Name of a parameter: `w` for the inputs w_0, w_1, ..., or for w[0], w[1], ..., and otherwise the user's variable."""
-    tensor = trace.tensors[loop.bodies[0][loop.carried[column]].result.name if column in loop.carried else column[0]]
-    if tensor._op and is_element(tensor._op) and len({*column}) > 1:
-        tensor = trace.tensors[tensor._op.tensors[0]]
-    first, last = sorted((str(trace.tensors[name]._name) for name in (column[0], column[-1])), key=lambda name: (len(name), name))
-    first_argument = trace.tensors[column[0]]
-    names = (ParameterGroup(first, last, "").stem, tensor._name, tensor._variable, first_argument._name, first_argument._variable, "x")
-    return next(filter(None, names))
