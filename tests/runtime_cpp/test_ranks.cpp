@@ -43,15 +43,13 @@ struct Pass {
 };
 
 constexpr hw::Axis kAxes[] = {{"x", kRanks}};
-constexpr hw::MeshChannel kChannels[] = {{"x"}};
+constexpr hw::MeshChannel kChannels[] = {{"mesh(x=3)", "x", kAxes}};
 const hw::ProgramTable kProgram{
     .abi = hw::kAbi,
     .name = "pass",
     .mesh = "mesh(x=3)",
     .world = kRanks,
-    .axes = kAxes,
     .channels = kChannels,
-    .submesh_channels = {},
     .calls = {.inputs = {1, [](hw::Tensor*) {}},
               .outputs = {1, [](hw::Tensor*) {}},
               .create = [](hw::Rank& rank) -> void* { return new Pass{rank}; },

@@ -21,7 +21,7 @@ _USED = """
 hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes shapes memory guard range check compute
 prepare take_over run enqueue arena
 int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
-kTargets Row Index kWidth sample user_kernels kAxes kRanks kChannels kSubmeshChannels kOneSidedChannels
+kTargets Row Index kWidth sample user_kernels kAxes kRanks kChannels
 """
 # Macros of the included headers, functions of libraries such as CUDA, and numbered names of the templates.
 _MACROS = re.compile(

@@ -6,10 +6,10 @@
 namespace hw {
 namespace {
 
-// Process group along `axes` of the rank with number `index` in a mesh. `ranks` are the world ranks of the mesh. `ranks` is empty
-// for the mesh of the program, which has all ranks.
-ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, Transport transport, int64_t index,
-                              List<int64_t> ranks = {}) {
+// Process group of the rank with number `index` in the mesh of the channel.
+ProcessGroup process_group_of(const MeshChannel& channel, int64_t index) {
+  const auto& [mesh, names, mesh_axes, ranks, transport] = channel;
+  const std::string axes = names;
   std::vector<int64_t> coordinates(mesh_axes.size());
   for (size_t i = mesh_axes.size(); i-- > 0;) {
     coordinates[i] = index % mesh_axes[i].size;
@@ -39,7 +39,7 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
       rest /= mesh_axes[i].size;
     }
     for (size_t i = 0; i < mesh_axes.size(); ++i) rank = rank * mesh_axes[i].size + coordinates[i];
-    process_group.ranks.push_back(ranks.size() ? ranks[rank] : rank);
+    process_group.ranks.push_back(ranks.empty() ? rank : ranks[rank]);
   }
   return process_group;
 }
@@ -48,13 +48,12 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
 
 std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank) {
   std::vector<ProcessGroup> process_groups;
-  for (const MeshChannel& one : program.channels)
-    process_groups.push_back(process_group_of(program.mesh, program.axes, one.axes, one.transport, rank));
-  for (const SubmeshChannel& one : program.submesh_channels) {
+  for (const MeshChannel& one : program.channels) {
     const auto found = std::ranges::find(one.ranks, rank);
-    if (found == one.ranks.end()) continue;
-    process_groups.push_back(
-        process_group_of(one.mesh, one.mesh_axes, one.axes, one.transport, found - one.ranks.begin(), one.ranks));
+    if (one.ranks.empty())
+      process_groups.push_back(process_group_of(one, rank));
+    else if (found != one.ranks.end())
+      process_groups.push_back(process_group_of(one, found - one.ranks.begin()));
   }
   return process_groups;
 }

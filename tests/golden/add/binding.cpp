@@ -4,17 +4,10 @@
 
 using namespace programs::add;
 
-namespace {
-
-constexpr hw::Axis kAxes[] = {{"x", 1}};
-
-}  // namespace
-
 const hw::ProgramTable hw_program_table = {
     .abi = hw::kAbi,
     .name = "add",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -7,7 +7,9 @@ using namespace programs::ag_matmul_flat;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr hw::MeshChannel kChannels[] = {{"x"}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "x", kAxes, {}},
+};
 
 }  // namespace
 
@@ -16,7 +18,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "ag_matmul_flat",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -7,7 +7,9 @@ using namespace programs::ag_matmul_put;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr hw::MeshChannel kChannels[] = {{"x", hw::Transport::peer}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "x", kAxes, {}, hw::Transport::peer},
+};
 
 }  // namespace
 
@@ -16,7 +18,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "ag_matmul_put",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .prepares_together = true,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,

@@ -4,17 +4,10 @@
 
 using namespace programs::halves;
 
-namespace {
-
-constexpr hw::Axis kAxes[] = {{"x", 4}};
-
-}  // namespace
-
 const hw::ProgramTable hw_program_table = {
     .abi = hw::kAbi,
     .name = "halves",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -7,7 +7,10 @@ using namespace programs::matmul_ar_ag;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 2}, {"tp", 4}};
-constexpr hw::MeshChannel kChannels[] = {{"tp"}, {"dp"}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "tp", kAxes, {}},
+    {kMesh, "dp", kAxes, {}},
+};
 
 }  // namespace
 
@@ -16,7 +19,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "matmul_ar_ag",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -7,7 +7,9 @@ using namespace programs::matmul_ar_two_axes;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 2}, {"tp", 4}};
-constexpr hw::MeshChannel kChannels[] = {{"tp"}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "tp", kAxes, {}},
+};
 
 }  // namespace
 
@@ -16,7 +18,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "matmul_ar_two_axes",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -7,7 +7,9 @@ using namespace programs::sharded_layers;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 4}};
-constexpr hw::MeshChannel kChannels[] = {{"dp"}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "dp", kAxes, {}},
+};
 
 }  // namespace
 
@@ -16,7 +18,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "sharded_layers",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -4,17 +4,10 @@
 
 using namespace programs::two_outputs;
 
-namespace {
-
-constexpr hw::Axis kAxes[] = {{"x", 4}};
-
-}  // namespace
-
 const hw::ProgramTable hw_program_table = {
     .abi = hw::kAbi,
     .name = "two_outputs",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

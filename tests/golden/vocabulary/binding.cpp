@@ -7,7 +7,9 @@ using namespace programs::vocabulary;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"tp", 4}};
-constexpr hw::MeshChannel kChannels[] = {{"tp"}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "tp", kAxes, {}},
+};
 
 }  // namespace
 
@@ -16,7 +18,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "vocabulary",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

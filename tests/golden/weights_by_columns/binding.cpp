@@ -7,7 +7,9 @@ using namespace programs::weights_by_columns;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 4}};
-constexpr hw::MeshChannel kChannels[] = {{"dp", hw::Transport::peer}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "dp", kAxes, {}, hw::Transport::peer},
+};
 
 }  // namespace
 
@@ -16,7 +18,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "weights_by_columns",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .prepares_together = true,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,

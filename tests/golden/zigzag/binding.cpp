@@ -7,7 +7,9 @@ using namespace programs::trained_in_zigzag;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"cp", 4}};
-constexpr hw::MeshChannel kChannels[] = {{"cp"}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "cp", kAxes, {}},
+};
 
 }  // namespace
 
@@ -16,7 +18,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "trained_in_zigzag",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,
 };

@@ -7,7 +7,9 @@ using namespace programs::in_zigzag;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"cp", 2}};
-constexpr hw::MeshChannel kChannels[] = {{"cp", hw::Transport::peer}};
+constexpr hw::MeshChannel kChannels[] = {
+    {kMesh, "cp", kAxes, {}, hw::Transport::peer},
+};
 
 }  // namespace
 
@@ -16,7 +18,6 @@ const hw::ProgramTable hw_program_table = {
     .name = "in_zigzag",
     .mesh = kMesh,
     .world = kWorld,
-    .axes = kAxes,
     .channels = kChannels,
     .prepares_together = true,
     .calls = hw::CallsOf<Program, Inputs, Outputs, OutputShapes>::calls,

@@ -34,18 +34,12 @@ struct Axis {
   int64_t size;
 };
 
-// A channel along axes of the program's mesh, such as "tp" or "dp, tp".
+// A channel along axes of the program's mesh, or of another mesh of the program.
 struct MeshChannel {
-  const char* axes;
-  Transport transport = Transport::two_sided;
-};
-
-// A channel along axes of another mesh of the program.
-struct SubmeshChannel {
-  const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
-  const char* axes;  // axes along which the ranks of a process group differ: "x"
-  List<Axis> mesh_axes;
-  List<int64_t> ranks;  // the mesh's ranks, numbered as in the program, in the order of their coordinates
+  const char* mesh;          // "mesh(dp=2, tp=4)", "mesh(x=2 of ranks 2, 3)"
+  const char* axes;          // axes along which the ranks of a process group differ: "dp, tp"
+  List<Axis> mesh_axes;      // the last axis varies fastest
+  List<int64_t> ranks = {};  // another mesh's ranks, numbered as in the program, in the order of their coordinates
   Transport transport = Transport::two_sided;
 };
 
@@ -85,14 +79,12 @@ struct ProgramTable {
   const char* name;  // name of the user's function
   const char* mesh;  // "mesh(dp=2, tp=4)"
   int world;         // number of ranks
-  List<Axis> axes;   // axes of the mesh; the last axis varies fastest
   List<MeshChannel> channels;
-  List<SubmeshChannel> submesh_channels;
   bool prepares_together = false;  // `prepare` is collective
   Calls calls;
 };
 
-constexpr int kAbi = 12;
+constexpr int kAbi = 13;
 
 // Copies an array of tensors to the Inputs or Outputs struct of a program. Code that initialises hundreds of members one by
 // one would compile slowly.
