@@ -1,7 +1,6 @@
 // Op graphs that cuDNN recognises as attention and its backward pass.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <utility>
 #include <vector>

@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstring>
 #include <random>
-#include <set>
 #include <thread>
 #include <utility>
 

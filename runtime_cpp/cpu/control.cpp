@@ -1,7 +1,6 @@
 // Functions of hostweave_cpu.h for configuration, threads, failures, counters and kernels.
 #include <algorithm>
 #include <cstring>
-#include <optional>
 
 #include "errors.h"
 #include "machine.h"
@@ -17,10 +16,7 @@ struct Barrier {
   Clock gathering;
   ClockSnapshot gathered;
 };
-Barrier& barrier() {
-  static Barrier* const barrier = new Barrier;
-  return *barrier;
-}
+Barrier& barrier = *new Barrier;  // never destroyed
 
 }  // namespace
 
@@ -28,7 +24,7 @@ extern "C" {
 
 int hw_cpu_configure(const hw_cpu_config* config) {
   const Lock lock(Machine::get().mutex);
-  barrier() = Barrier{};
+  barrier = Barrier{};
   const char* const wrong = Machine::get().configure(*config);
   if (wrong) error(cudaErrorInvalidValue, std::string("hw_cpu_configure: ") + wrong);
   return wrong != nullptr;
@@ -58,20 +54,19 @@ int hw_cpu_barrier(int participants) {
   Machine& machine = Machine::get();
   if (machine.failed()) return 1;
   const int device = this_thread().device;
-  Barrier& b = barrier();
-  b.gathering.join(*machine.host_clock(device));
-  const std::uint64_t mine = b.generation;
-  if (++b.arrived == participants) {
-    b.gathered = std::make_shared<Clock>(b.gathering);
-    b.arrived = 0;
-    ++b.generation;
+  barrier.gathering.join(*machine.host_clock(device));
+  const std::uint64_t mine = barrier.generation;
+  if (++barrier.arrived == participants) {
+    barrier.gathered = std::make_shared<Clock>(barrier.gathering);
+    barrier.arrived = 0;
+    ++barrier.generation;
     machine.progress();
   }
   if (!machine.wait(call.lock, "a barrier of " + std::to_string(participants) + " threads",
-                    [&b, mine] { return b.generation != mine; })) {
+                    [mine] { return barrier.generation != mine; })) {
     return 1;
   }
-  machine.learn(device, b.gathered);
+  machine.learn(device, barrier.gathered);
   return 0;
 }
 

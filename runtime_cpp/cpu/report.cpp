@@ -1,5 +1,4 @@
 // Texts of reports about ops, conflicts and deadlocks.
-#include <algorithm>
 #include <cstring>
 #include <set>
 #include <utility>

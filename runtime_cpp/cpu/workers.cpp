@@ -1,6 +1,5 @@
 // Parallel mode: a pool of worker threads runs the first op of each stream as soon as the op is ready.
 #include <algorithm>
-#include <chrono>
 #include <system_error>
 
 #include "machine.h"

@@ -39,7 +39,7 @@ void read(int argc, char** argv, const std::vector<Setting>& settings) {
 }
 
 void run_ranks(int count, const std::function<void(int)>& rank) {
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;
   for (int r = 0; r < count; ++r) {
     threads.emplace_back([r, &rank] {
       try {
@@ -51,7 +51,6 @@ void run_ranks(int count, const std::function<void(int)>& rank) {
       }
     });
   }
-  for (std::thread& thread : threads) thread.join();
 }
 
 Block::Block(Part part, std::initializer_list<Dim> dims) {

@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "hostweave/index.h"
 #include "hostweave/launch.h"
 
 namespace hw {

@@ -5,7 +5,6 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "hostweave/algorithms.h"
 #include "hostweave/check.h"

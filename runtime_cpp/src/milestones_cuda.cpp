@@ -1,7 +1,6 @@
 // Milestones on GPUs are events. In graphs, milestones are words in memory that kernels increment.
 #include <algorithm>
 #include <atomic>
-#include <cstdint>
 #include <deque>
 #include <mutex>
 #include <optional>

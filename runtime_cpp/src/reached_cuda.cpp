@@ -31,11 +31,7 @@ struct Mapped {
 };
 
 std::mutex mapped_mutex;
-
-std::map<void*, Mapped>& mapped() {  // guarded by mapped_mutex
-  static auto* const all = new std::map<void*, Mapped>;
-  return *all;
-}
+auto& mapped = *new std::map<void*, Mapped>;  // guarded by mapped_mutex; never destroyed
 
 // Read and write access for the device of the memory, and for all devices that can access this device.
 std::vector<CUmemAccessDesc> access_of(int device) {
@@ -70,7 +66,7 @@ void* allocate_mapped(size_t bytes) {
   HW_DRIVER(cuMemSetAccess, begin, bytes, access.data(), access.size());
   auto* const data = reinterpret_cast<void*>(begin);
   const std::lock_guard lock(mapped_mutex);
-  mapped()[data] = memory;
+  mapped[data] = memory;
   return data;
 }
 
@@ -96,7 +92,7 @@ void free_shared(void* data) {
   Mapped memory{};
   {
     const std::lock_guard lock(mapped_mutex);
-    if (const auto found = mapped().find(data); found != mapped().end()) memory = mapped().extract(found).mapped();
+    if (const auto found = mapped.find(data); found != mapped.end()) memory = mapped.extract(found).mapped();
   }
   if (!memory.bytes) {
     HW_CHECK(cudaFree(data));

@@ -1,7 +1,6 @@
 #include "hostweave/tensor.h"
 
 #include <algorithm>
-#include <map>
 #include <string>
 
 #include "hostweave/errors.h"
@@ -10,23 +9,21 @@ namespace hw {
 namespace {
 
 struct Dtype {
+  cudaDataType_t type;
   const char* name;
   size_t bytes;
 };
 
-const std::map<cudaDataType_t, Dtype>& dtypes() {
-  static const std::map<cudaDataType_t, Dtype> known = {
-      {CUDA_R_64F, {"f64", 8}},        {CUDA_R_32F, {"f32", 4}},        {CUDA_R_16F, {"f16", 2}}, {CUDA_R_16BF, {"bf16", 2}},
-      {CUDA_R_8F_E4M3, {"f8e4m3", 1}}, {CUDA_R_8F_E5M2, {"f8e5m2", 1}}, {CUDA_R_64I, {"i64", 8}}, {CUDA_R_32I, {"i32", 4}},
-      {CUDA_R_16I, {"i16", 2}},        {CUDA_R_8I, {"i8", 1}},          {CUDA_R_64U, {"u64", 8}}, {CUDA_R_32U, {"u32", 4}},
-      {CUDA_R_16U, {"u16", 2}},        {CUDA_R_8U, {"u8", 1}},
-  };
-  return known;
-}
+constexpr Dtype kDtypes[] = {
+    {CUDA_R_64F, "f64", 8},        {CUDA_R_32F, "f32", 4},        {CUDA_R_16F, "f16", 2}, {CUDA_R_16BF, "bf16", 2},
+    {CUDA_R_8F_E4M3, "f8e4m3", 1}, {CUDA_R_8F_E5M2, "f8e5m2", 1}, {CUDA_R_64I, "i64", 8}, {CUDA_R_32I, "i32", 4},
+    {CUDA_R_16I, "i16", 2},        {CUDA_R_8I, "i8", 1},          {CUDA_R_64U, "u64", 8}, {CUDA_R_32U, "u32", 4},
+    {CUDA_R_16U, "u16", 2},        {CUDA_R_8U, "u8", 1},
+};
 
 std::string dtype_name(cudaDataType_t dtype) {
-  const auto found = dtypes().find(dtype);
-  return found == dtypes().end() ? "dtype " + std::to_string(dtype) : found->second.name;
+  const auto* const found = std::ranges::find(kDtypes, dtype, &Dtype::type);
+  return found == std::end(kDtypes) ? "dtype " + std::to_string(dtype) : found->name;
 }
 
 // Returns text for messages, such as "bf16[*, 512]" for dtype bf16 and shape {kAny, 512}.
@@ -84,7 +81,8 @@ cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& out
   }
   expect_data(name, output);
   if (donated.data == output.data) return cudaSuccess;
-  const size_t bytes = dtypes().at(output.dtype).bytes * static_cast<size_t>(elements(output.shape));
+  const size_t bytes =
+      std::ranges::find(kDtypes, output.dtype, &Dtype::type)->bytes * static_cast<size_t>(elements(output.shape));
   return bytes == 0 ? cudaSuccess : cudaMemcpyAsync(output.data, donated.data, bytes, cudaMemcpyDeviceToDevice, caller);
 }
 

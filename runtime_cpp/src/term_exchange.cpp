@@ -19,12 +19,8 @@ namespace hw {
 namespace {
 
 std::mutex words_mutex;
-
 // Abort words in host memory, by communicator. Waiting kernels poll the word of their communicator.
-std::map<ncclComm_t, uint32_t*>& words() {  // guarded by words_mutex
-  static auto* const all = new std::map<ncclComm_t, uint32_t*>;
-  return *all;
-}
+auto& words = *new std::map<ncclComm_t, uint32_t*>;  // guarded by words_mutex; never destroyed
 
 }  // namespace
 
@@ -98,7 +94,7 @@ void TermExchange::Shared::connect(const Channel& channel) {
   in_packets = true;
   for (const int32_t reaches : gather(channel, reaches_all)) in_packets = in_packets && reaches;
   const std::lock_guard lock(words_mutex);
-  words()[channel.comm()] = aborted;
+  words[channel.comm()] = aborted;
 }
 
 #endif
@@ -151,10 +147,10 @@ const void* TermExchange::gathered(const void* own, int64_t bytes, int64_t most,
 
 void abort_exchanges(ncclComm_t comm) {
   const std::lock_guard lock(words_mutex);
-  const auto found = words().find(comm);
-  if (found == words().end()) return;
+  const auto found = words.find(comm);
+  if (found == words.end()) return;
   __atomic_store_n(found->second, 1, __ATOMIC_RELEASE);
-  words().erase(found);
+  words.erase(found);
 }
 
 }  // namespace hw

@@ -32,15 +32,11 @@ struct WindowUsers {
 };
 
 std::mutex users_mutex;
-
-std::map<const void*, std::weak_ptr<WindowUsers>>& all_users() {  // guarded by users_mutex
-  static auto* const users = new std::map<const void*, std::weak_ptr<WindowUsers>>;
-  return *users;
-}
+auto& all_users = *new std::map<const void*, std::weak_ptr<WindowUsers>>;  // guarded by users_mutex; never destroyed
 
 std::shared_ptr<WindowUsers> users_of(const Channel& channel) {
   const std::lock_guard lock(users_mutex);
-  std::weak_ptr<WindowUsers>& known = all_users()[channel.key()];
+  std::weak_ptr<WindowUsers>& known = all_users[channel.key()];
   std::shared_ptr<WindowUsers> users = known.lock();
   if (!users || users->aborted) known = users = std::make_shared<WindowUsers>();
   return users;
@@ -284,23 +280,22 @@ void abort_with_windows(const std::vector<ncclComm_t>& comms) {
   for (const ncclComm_t comm : comms) {
     abort_exchanges(comm);
     const std::lock_guard lock(users_mutex);
-    if (const auto found = all_users().find(comm); found != all_users().end()) {
+    if (const auto found = all_users.find(comm); found != all_users.end()) {
       if (const auto users = found->second.lock()) users->aborted = true;
-      all_users().erase(found);
+      all_users.erase(found);
     }
   }
   // Aborts communicators in parallel. NCCL waits for the graphs of a communicator, and these graphs may wait for other
   // communicators.
   int device = 0;
   (void)cudaGetDevice(&device);
-  std::vector<std::thread> aborts;
+  std::vector<std::jthread> aborts;
   for (const ncclComm_t comm : comms) {
     aborts.emplace_back([comm, device] {
       cudaSetDevice(device);
       ncclCommAbort(comm);
     });
   }
-  for (std::thread& one : aborts) one.join();
 }
 
 }  // namespace hw

@@ -1,6 +1,5 @@
 // GEMM on column-major matrices of the supported types, by OpenBLAS or any CBLAS.
 #pragma once
-#include <cstddef>
 #include <cstdint>
 
 #include "cublasLt.h"

@@ -1,6 +1,5 @@
 #include <map>
 #include <mutex>
-#include <utility>
 
 #include "hostweave/driver_function.h"
 #include "hostweave/jit.h"

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <functional>
 #include <future>
-#include <memory>
 #include <system_error>
 #include <utility>
 

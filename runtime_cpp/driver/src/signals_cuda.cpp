@@ -40,11 +40,7 @@ struct Signals {
 };
 
 std::mutex known_mutex;
-
-std::map<ncclComm_t, Signals>& known() {  // guarded by known_mutex
-  static auto* const all = new std::map<ncclComm_t, Signals>;
-  return *all;
-}
+auto& known = *new std::map<ncclComm_t, Signals>;  // guarded by known_mutex; never destroyed
 
 #ifdef HOSTWEAVE_FINDS_SIGNALS
 // Address that a wait of the graph reads; 0 if no wait is found.
@@ -106,7 +102,7 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   if (!address || range_of(&begin, &found.bytes, address) != CUDA_SUCCESS) return;
   found.data = reinterpret_cast<void*>(begin);
   const std::lock_guard lock(known_mutex);
-  known()[comm] = found;
+  known[comm] = found;
 #else
   (void)comm, (void)process_group;
 #endif
@@ -118,9 +114,9 @@ void abort(const std::vector<ncclComm_t>& comms) {
   {
     const std::lock_guard lock(known_mutex);
     for (const ncclComm_t comm : comms) {
-      const auto found = known().find(comm);
-      (found == known().end() ? others : signalled).push_back(comm);
-      if (found != known().end()) signals.push_back(known().extract(found).mapped());
+      const auto found = known.find(comm);
+      (found == known.end() ? others : signalled).push_back(comm);
+      if (found != known.end()) signals.push_back(known.extract(found).mapped());
     }
   }
   int device = 0;

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
-#include <string>
 #include <type_traits>
 #include <vector>
 
