@@ -12,14 +12,46 @@ in the order in which the rank posts them, because a device may serialise the ke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, Self, TypeVar
 
 from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Instances, Operation, StreamInPool, failure
 from hostweave.host_ir import tree
 
 Clock = list[int]  # vector clock: number of tasks that have certainly ended, for each stream of each rank
+COMES_AFTER, WAITS_FOR, IS_POSTED_AFTER = "comes after", "waits for", "is posted after"  # reasons why a task needs the end of another
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class LinkedTask:
+    """An operation, and the tasks for which it waits."""
+
+    operation: Operation
+    needs_end_of: list[tuple[Self, str]] = field(init=False, default_factory=list)  # tasks that must end before this task starts
+    end_needed_by: list[Self] = field(init=False, default_factory=list)
+    meets: list[Rendezvous[Self]] = field(init=False, default_factory=list)  # rendezvous that this task awaits after its start
+    completes: list[Rendezvous[Self]] = field(init=False, default_factory=list)  # rendezvous that wait for the start of this task
+    missing_ends: int = field(init=False, default=0)  # number of tasks in `needs_end_of` that have not ended
+    missing_starts: int = field(init=False, default=0)  # number of rendezvous in `meets` that are not complete
+
+    def needs(self, earlier: Self, why: str) -> None:
+        self.needs_end_of.append((earlier, why))
+        self.missing_ends += 1
+        earlier.end_needed_by.append(self)
+
+
+T = TypeVar("T", bound=LinkedTask)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Rendezvous(Generic[T]):
+    """Tasks that must all start before any task of `awaited_by` proceeds."""
+
+    tasks: list[T]
+    awaited_by: list[T]
+    missing: int  # number of tasks that have not started
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -31,20 +63,12 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Task:
+class Task(LinkedTask):
     """Operation `number` of a stream, counted from 1. Task 1 of the caller's stream stands for all work before the call."""
 
-    operation: Operation
     stream_id: int
     number: int
-    needs_end_of: list[tuple[Task, str]] = field(default_factory=list)  # tasks that must end before this task starts, each with the reason
-    waits: list[Task] = field(default_factory=list)  # tasks on other streams that a fork, join, event or signal orders before this task
-    needs_start_of: list[Task] = field(default_factory=list)  # tasks that must start before this task ends
-    start_needed_by: list[Task] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
-    end_needed_by: list[Task] = field(default_factory=list)
-    missing_ends: int = 0  # number of tasks in `needs_end_of` that have not ended
-    missing_starts: int = 0  # number of tasks in `needs_start_of` that have not started
     started: bool = False
     ended: bool = False
     at_start: Clock = field(default_factory=list)  # clock at the start; empty unless a communication needs the clock
@@ -61,68 +85,79 @@ class Order:
     clocks: list[Clock]
 
 
+def linked(instances: Instances, matches: Iterable[MatchedCommunications], make: Callable[[Operation, int], T]) -> dict[Operation, T]:
+    """The task of each operation, and of each member of a group. `make` creates the task of an operation of `instances.ranks[number]`."""
+    tasks: dict[Operation, T] = {}
+    for number, operations in enumerate(instances.ranks):
+        latest: dict[StreamInPool | None, T] = {}
+        posted: T | None = None  # the rank's last communication that occupies multiprocessors
+        for operation in operations:
+            task, before = make(operation, number), latest.get(operation.stream)
+            tasks.update(dict.fromkeys((operation, *operation.members), task))
+            if before:
+                task.needs(before, COMES_AFTER)
+            for waited in operation.waits:
+                task.needs(tasks[waited], WAITS_FOR)
+            if operation.may_be_serialised:
+                if posted and posted is not before:
+                    task.needs(posted, IS_POSTED_AFTER)
+                posted = task
+            latest[operation.stream] = task
+    for matched in matches:
+        _add_match(matched, tasks)
+    return tasks
+
+
+def _add_match(matched: MatchedCommunications, tasks: dict[Operation, T]) -> None:
+    if matched.is_signal:
+        signal, wait = matched.parts
+        tasks[wait].needs(tasks[signal], WAITS_FOR)
+        return
+    awaited: tuple[Operation, ...] = ()
+    rendezvous: Rendezvous[T] | None = None
+    for part in matched.parts:
+        if rendezvous is None or matched.awaited(part) is not awaited:  # Tasks that wait for the same operations share one object.
+            awaited = matched.awaited(part)
+            others = list(dict.fromkeys(tasks[other] for other in awaited))
+            rendezvous = Rendezvous(others, [], len(others))
+            for other in others:
+                other.completes.append(rendezvous)
+        rendezvous.awaited_by.append(tasks[part])
+        tasks[part].meets.append(rendezvous)
+        tasks[part].missing_starts += bool(rendezvous.tasks)
+
+
 def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
     program = instances.program
     streams: list[StreamInPool | None] = [None, *((pool.name, k) for pool in program.streams for k in range(pool.count))]
     number_of = {stream: k for k, stream in enumerate(streams)}
     stream_ids = len(streams) * len(instances.ranks)
-    clocks = [[0] * stream_ids for _ in range(stream_ids)]
-    tasks: dict[Operation, Task] = {}
+    last, clocks = [0] * stream_ids, [[0] * stream_ids for _ in range(stream_ids)]
     caller_tasks = []
-    for rank, operations in enumerate(instances.ranks):
-        first = rank * len(streams)
-        last = [0] * len(streams)
-        last[0] = clocks[first][first] = 1
+    for rank, first in enumerate(range(0, stream_ids, len(streams))):
+        last[first] = clocks[first][first] = 1
         caller_tasks.append(Task(Operation(tree.Instruction(), rank, None, ()), first, 1))
-        latest: dict[int, Task] = {}
-        posted: Task | None = None  # the rank's last communication that occupies multiprocessors
-        for operation in operations:
-            k = number_of[operation.stream]
-            last[k] += 1
-            task = tasks[operation] = Task(operation, first + k, last[k])
-            if k in latest:
-                _after(task, latest[k], "comes after")
-            for waited in operation.waits:
-                _after(task, tasks[waited], "waits for")
-                if tasks[waited].stream_id != task.stream_id:
-                    task.waits.append(tasks[waited])
-            for member in operation.members:
-                tasks[member] = task
-            if operation.may_be_serialised:
-                if posted is not None and posted is not latest.get(k):
-                    _after(task, posted, "is posted after")
-                posted = task
-            latest[k] = task
+
+    def make(operation: Operation, number: int) -> Task:
+        stream_id = number * len(streams) + number_of[operation.stream]
+        last[stream_id] += 1
+        return Task(operation, stream_id, last[stream_id])
+
+    tasks = linked(instances, matches, make)
     for matched in matches:
-        _add_match(matched, tasks)
+        if not matched.is_signal:
+            _add_arrivals(matched, tasks)
     return Order(instances, list(dict.fromkeys(tasks.values())), caller_tasks, clocks)
 
 
-def _after(task: Task, earlier: Task, why: str) -> None:
-    task.needs_end_of.append((earlier, why))
-    task.missing_ends += 1
-    earlier.end_needed_by.append(task)
-
-
-def _add_match(matched: MatchedCommunications, tasks: dict[Operation, Task]) -> None:
-    if matched.is_signal:
-        signal, wait = (tasks[part] for part in matched.parts)
-        _after(wait, signal, "waits for")
-        wait.waits.append(signal)
-        return
+def _add_arrivals(matched: MatchedCommunications, tasks: dict[Operation, Task]) -> None:
     arrivals: dict[tuple[Operation, ...], Arrival] = {}
-    parts = [tasks[part] for part in matched.parts]
-    for part, task in zip(matched.parts, parts, strict=True):
+    for part in matched.parts:
         # A recv proves nothing to the sender: a small message may be sent before the receiver starts.
         sources = matched.sources(part)
-        if any(tasks[source] is not task for source in sources):
+        if any(tasks[source] is not tasks[part] for source in sources):
             arrivals.setdefault(sources, Arrival([tasks[source] for source in sources]))
-            task.arrivals.append(arrivals[sources])
-        others = [tasks[other] for other in matched.awaited(part) if tasks[other] is not task]
-        task.needs_start_of.extend(others)
-        task.missing_starts += len(others)
-        for other in others:
-            other.start_needed_by.append(task)
+            tasks[part].arrivals.append(arrivals[sources])
 
 
 def run(order: Order) -> Iterator[tuple[Task, Clock]]:
@@ -131,16 +166,21 @@ def run(order: Order) -> Iterator[tuple[Task, Clock]]:
     while ready:
         task = ready.popleft()
         clock = order.clocks[task.stream_id]
-        for waited in task.waits:
-            clock[:] = map(max, clock, waited.at_end)
+        for waited, why in task.needs_end_of:
+            if why == WAITS_FOR and waited.stream_id != task.stream_id:
+                clock[:] = map(max, clock, waited.at_end)
         yield task, clock
         task.started = True
-        if task.start_needed_by:
+        if task.completes:
             task.at_start = clock.copy()
-        for other in (*task.start_needed_by, task):
-            other.missing_starts -= other is not task
-            if other.started and not other.missing_starts and not other.ended:
-                _end(other, order, ready)
+        for rendezvous in task.completes:
+            rendezvous.missing -= 1
+            for other in rendezvous.awaited_by if not rendezvous.missing else ():
+                other.missing_starts -= 1
+                if other is not task and other.started and not other.missing_starts:
+                    _end(other, order, ready)
+        if not task.missing_starts:
+            _end(task, order, ready)
     stuck = [task for task in order.tasks if not task.ended]
     if stuck:
         raise _deadlock(order, stuck[0])
@@ -162,7 +202,7 @@ def _end(task: Task, order: Order, ready: deque[Task]) -> None:
         if not follower.missing_ends:
             ready.append(follower)
     # Empty lists break reference cycles.
-    for links in (task.needs_end_of, task.needs_start_of, task.start_needed_by, task.end_needed_by, task.arrivals):
+    for links in (task.needs_end_of, task.end_needed_by, task.meets, task.completes, task.arrivals):
         links.clear()
 
 
@@ -172,7 +212,7 @@ def _deadlock(order: Order, task: Task) -> Exception:
     while task not in seen:
         seen[task] = len(path)
         if task.started:
-            successor, why = next(other for other in task.needs_start_of if not other.started), "meets"
+            successor, why = next(other for one in task.meets for other in one.tasks if not other.started), "meets"
         else:
             successor, why = next((other, why) for other, why in task.needs_end_of if not other.ended)
         path.append((task, why))

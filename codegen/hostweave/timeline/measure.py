@@ -76,7 +76,7 @@ def _take_times(tasks: list[SimulatedTask], times: Sequence[float]) -> None:
 def _align(ranks: list[list[SimulatedTask]]) -> None:
     """Shifts the clocks of the ranks by the smallest amounts for which all data arrives after it was sent."""
     timed = [task for tasks in ranks for task in tasks if task.is_done]
-    behind = [(task, other, other.end) for task in timed for other in task.after] + [
+    behind = [(task, other, other.end) for task in timed for other, _ in task.needs_end_of] + [
         (task, other, other.start) for task in timed for rendezvous in task.meets for other in rendezvous.tasks
     ]
     least = [

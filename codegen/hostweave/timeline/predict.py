@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import cache
 
 from hostweave.base.errors import ProgramError
+from hostweave.check.happens_before import Rendezvous
 from hostweave.check.match_collectives import match_communications
 from hostweave.check.operations import Operation, Root, instruction_text
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import Event, Timeline
-from hostweave.timeline.simulate import Rendezvous, SimulatedTask, simulate, tasks_of
+from hostweave.timeline.simulate import SimulatedTask, simulate, tasks_of
 from hostweave.types.machine import GPUS_PER_HOST, Machine
 from hostweave.types.mesh import Sizes
 
@@ -53,11 +54,11 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
     @cache
     def predecessors(task: SimulatedTask) -> tuple[int, ...]:
         """Indices of the events for which a task waits. If a predecessor is not shown, its own predecessors replace it."""
-        found = ((numbers[each],) if each in numbers else predecessors(each) for each in task.after)
+        found = ((numbers[each],) if each in numbers else predecessors(each) for each, _ in task.needs_end_of)
         return tuple(dict.fromkeys(number for numbers_of_task in found for number in numbers_of_task))
 
     @cache
-    def numbers_of(rendezvous: Rendezvous) -> tuple[int, ...]:
+    def numbers_of(rendezvous: Rendezvous[SimulatedTask]) -> tuple[int, ...]:
         return tuple(numbers[other] for other in rendezvous.tasks if other in numbers)
 
     events = tuple(_event(task, predecessors(task), _joined([*map(numbers_of, task.meets)])) for task in shown)

@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hostweave.check.happens_before import LinkedTask, linked
 from hostweave.check.match_collectives import MatchedCommunications
-from hostweave.check.operations import Instances, Operation
+from hostweave.check.operations import Instances
 from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_COPIES, MATMUL_SLOWDOWN_BY_KERNELS, communication_slowdown
 from hostweave.host_ir import tree
 from hostweave.host_ir.ir import Kernel
@@ -25,24 +26,8 @@ from hostweave.types.mesh import Sizes
 
 
 @dataclass(slots=True, eq=False)
-class Rendezvous:
-    """Tasks that must all start before any task of `awaited_by` begins its work."""
-
-    tasks: list[SimulatedTask]
-    awaited_by: list[SimulatedTask]
-    missing: int
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedTask:
-    operation: Operation
-    work: Work
-    after: list[SimulatedTask] = field(default_factory=list)  # tasks that must end before this task starts
-    end_needed_by: list[SimulatedTask] = field(default_factory=list)
-    meets: list[Rendezvous] = field(default_factory=list)  # rendezvous that must be complete before this task begins its work
-    completes: list[Rendezvous] = field(default_factory=list)  # rendezvous that wait for the start of this task
-    missing_ends: int = 0
-    missing_starts: int = 0
+class SimulatedTask(LinkedTask):
+    work: Work = field(init=False)
     start: float = -1.0
     end: float = -1.0
     remaining: float = 0.0  # seconds that the rest of the task would take alone
@@ -55,11 +40,12 @@ class SimulatedTask:
 
 
 def tasks_of(instances: Instances, matches: Iterable[MatchedCommunications], machine: Machine) -> list[list[SimulatedTask]]:
+    """Tasks of each rank, in the order of issue."""
     kernels = {kernel.name: kernel for kernel in instances.program.kernels}
-    ranks = [_tasks(operations, machine, kernels, sizes) for operations, sizes in zip(instances.ranks, instances.sizes, strict=True)]
-    task_of = {part: task for tasks in ranks for task in tasks for part in (task.operation, *task.operation.members)}
-    for matched in matches:
-        _add_match(matched, task_of)
+    task_of = linked(instances, matches, lambda operation, _: SimulatedTask(operation))
+    ranks = [[task_of[operation] for operation in operations] for operations in instances.ranks]
+    for tasks, sizes in zip(ranks, instances.sizes, strict=True):
+        _set_work(tasks, machine, kernels, sizes)
     return ranks
 
 
@@ -67,59 +53,23 @@ def simulate(ranks: list[list[SimulatedTask]]) -> None:
     _Simulator(ranks).run()
     for task in (task for tasks in ranks for task in tasks):
         if task.operation.instruction.posts == "wait_signal":  # The wait starts when the stream reaches the wait.
-            task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
+            ends = (earlier.end for earlier, _ in task.needs_end_of if earlier.operation.rank == task.operation.rank)
+            task.start = max(ends, default=0.0)
 
 
-def _tasks(operations: Sequence[Operation], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> list[SimulatedTask]:
-    """Tasks of one rank. A task follows the previous task of its stream, and the tasks for which it waits. A communication that may be
-    serialised also follows the previous such communication."""
-    found: dict[Operation, SimulatedTask] = {}
-    latest: dict[object, SimulatedTask] = {}
+def _set_work(tasks: Sequence[SimulatedTask], machine: Machine, kernels: Mapping[str, Kernel], sizes: Sizes) -> None:
     engine: dict[object, str] = {}  # stream -> last engine that the stream used
-    posted: SimulatedTask | None = None
     has_met = False
-    for operation in operations:
-        work = work_behind(operation, machine, engine.get(operation.stream, ""))
-        for name in tree.names(operation.instruction, "launch"):
+    for task in tasks:
+        stream = task.operation.stream
+        work = work_behind(task.operation, machine, engine.get(stream, ""))
+        for name in tree.names(task.operation.instruction, "launch"):
             work = with_kernel(work, kernels[name], sizes, machine) if name in kernels else work  # A user kernel is not in `kernels`.
         if work.kind == COMMUNICATION and not has_met:
             late = 0.0 if any(engine.values()) else FIRST_ARRIVAL
             work, has_met = replace(work, seconds=work.seconds + late), True
-        task = found[operation] = SimulatedTask(operation, work)
-        before = [*([latest[operation.stream]] if operation.stream in latest else []), *(found[other] for other in operation.waits)]
-        if operation.may_be_serialised:
-            before += [posted] if posted else []
-            posted = task
-        for earlier in dict.fromkeys(before):
-            _after(task, earlier)
-        latest[operation.stream] = task
-        engine[operation.stream] = task.work.engine or engine.get(operation.stream, "")
-    return list(found.values())
-
-
-def _after(task: SimulatedTask, earlier: SimulatedTask) -> None:
-    task.after.append(earlier)
-    earlier.end_needed_by.append(task)
-    task.missing_ends += 1
-
-
-def _add_match(matched: MatchedCommunications, task_of: dict[Operation, SimulatedTask]) -> None:
-    tasks = [task_of[part] for part in matched.parts]
-    if matched.is_signal:
-        _after(tasks[1], tasks[0])
-        return
-    awaited: tuple[Operation, ...] = ()
-    rendezvous: Rendezvous | None = None
-    for part, task in zip(matched.parts, tasks, strict=True):
-        if rendezvous is None or matched.awaited(part) is not awaited:  # Tasks that wait for the same operations share one object.
-            awaited = matched.awaited(part)
-            others = list(dict.fromkeys(task_of[other] for other in awaited))
-            rendezvous = Rendezvous(others, [], len(others))
-            for other in others:
-                other.completes.append(rendezvous)
-        rendezvous.awaited_by.append(task)
-        task.meets.append(rendezvous)
-        task.missing_starts += bool(rendezvous.tasks)
+        task.work = work
+        engine[stream] = work.engine or engine.get(stream, "")
 
 
 class _Simulator:
