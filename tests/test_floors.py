@@ -29,7 +29,6 @@ FLOORS = (
     ("cli", "torch"),
     ("api",),
     ("running",),
-    ("variants",),
     ("compiled",),
     ("pipeline",),
     ("runtime",),

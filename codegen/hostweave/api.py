@@ -34,12 +34,11 @@ from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
 
 if TYPE_CHECKING:  # imported on first use, see Program._running
-    from hostweave.running import Running
+    from hostweave.running import Running, Variants
     from hostweave.runtime.arguments import BoundInputs
     from hostweave.runtime.graphs import Captured
     from hostweave.runtime.group import Group
     from hostweave.runtime.team import Timing
-    from hostweave.variants import Variants
 
 
 @checked
@@ -430,7 +429,7 @@ class Program:
         self._running.close()
 
     @property
-    def variants(self) -> Variants[Running]:
+    def variants(self) -> Variants:
         """Variants of the program that calls have needed so far, for example for sizes that the chunks of a loop do not divide.
 
         Example: `[one.compiled.variant for one in program.variants]` is `["in sequence"]` after a call with such sizes.

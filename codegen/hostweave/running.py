@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache, partial
 from types import ModuleType
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.forks import reset_after_fork
@@ -16,7 +16,7 @@ from hostweave.base.interrupts import interruptibly
 from hostweave.base.shortages import explains_shortages
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
+from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided, undivided
 from hostweave.runtime.arguments import BoundInputs, ordered_inputs
 from hostweave.runtime.call import GlobalCall, make_call
 from hostweave.runtime.cpu import CpuSchedule
@@ -26,19 +26,93 @@ from hostweave.runtime.lines import add_source_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.team import Team, Timing, team_of
 from hostweave.transports.transport import DEFAULT, NAMES, Transport, find_transport
+from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import shape_given
-from hostweave.variants import Variants
 
 T = TypeVar("T")
 Arrays = Sequence[Any]
 ArraysByName = Mapping[str, Any]
 GivenArrays = tuple[Arrays, ArraysByName]  # by position, and by name
+Constants = tuple[tuple[str, int], ...]
+
+MOST_PER_GROUP = 16  # maximum number of variants per owner in `at_sizes`; each variant has its own memory
 
 
 @cache
 def _tell_once(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+class Variants:
+    """The variants of one program. A variant is compiled when a call first needs it. Iteration yields all variants that are kept. Only
+    information that all ranks share selects a variant, so all ranks select the same variant."""
+
+    def __init__(self, compiled: Compiled, running: Callable[[Compiled], Running]):
+        """`running` creates the object that runs a variant."""
+        self._compiled, self._running = compiled, running
+        self._made: dict[Hashable, Running | None] = {}  # None if the variant would equal the program itself
+        # Latest variants of `at_sizes`, by owner.
+        self._at_sizes: WeakKeyDictionary[object, dict[Constants, Running | None]] = WeakKeyDictionary()
+        self._compiled_at = lru_cache(MOST_PER_GROUP)(lambda sizes: compiled.at_sizes(dict(sizes)))
+        self._lock = reset_after_fork(threading.Lock())
+
+    def __iter__(self) -> Iterator[Running]:
+        kept = (one for of_group in self._at_sizes.values() for one in of_group.values())
+        return filter(None, dict.fromkeys((*self._made.values(), *kept)))
+
+    def close(self) -> None:
+        for variant in list(self):
+            variant.close()
+
+    def in_sequence(self) -> Running | None:
+        """The program without the chunk loops that the compiler chose, or None if there are none."""
+        made = self._compiled.in_sequence
+        return self._get("in sequence", lambda: made) if made is not self._compiled else None
+
+    def marked(self) -> Running:
+        return self._get("marked", lambda: self._compiled.marked)
+
+    def on(self, machine: Machine) -> Running:
+        return self._get(machine, lambda: self._compiled.otherwise("without some transports", choices={}, machine=machine))
+
+    def for_windows(self, names: tuple[str, ...]) -> Running | None:
+        """The program for arguments in windows. None if that would equal the program itself."""
+        with self._lock:
+            if names not in self._made:
+                made = self._compiled.otherwise(f"for {', '.join(names)} in windows", windows=names)
+                known = {one.compiled.host.windows: one for one in filter(None, self._made.values())}
+                same = made.host.windows == self._compiled.host.windows
+                self._made[names] = None if same else known.get(made.host.windows) or self._running(made)
+            return self._made[names]
+
+    def at_sizes(self, sizes: Mapping[str, int], owner: object) -> Running | None:
+        """The program with constants in place of the sizes that `undivided` finds. None if `undivided` finds no sizes, or if
+        `Compiled.at_sizes` returns None.
+
+        `owner` is a group, or the runner of `Program.run`. Each owner keeps `MOST_PER_GROUP` recent variants. All ranks of a group make the
+        same calls, so all ranks keep the same variants. A dropped variant is freed when no call or captured call uses it.
+        """
+        divided = are_divided(self._compiled.host, sizes)
+        constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())
+        if not constants:
+            return None
+        with self._lock:
+            kept = self._at_sizes.setdefault(owner, {})
+            if constants in kept:
+                found = kept.pop(constants)
+            else:
+                made = self._compiled_at(constants)
+                found = self._running(made) if made else None
+            kept[constants] = found
+            _freed = kept.pop(next(iter(kept))) if len(kept) > MOST_PER_GROUP else None  # freed at the return, outside of the lock
+        return found
+
+    def _get(self, key: Hashable, compile: Callable[[], Compiled]) -> Running:
+        with self._lock:
+            if (found := self._made.get(key)) is None:
+                found = self._made[key] = self._running(compile())
+            return found
 
 
 class Family:

@@ -12,7 +12,7 @@ import pytest
 from compiled_fusions import compiled, expect, integer_arrays
 
 import hostweave as hw
-from hostweave import variants
+from hostweave import running
 from hostweave.base.errors import OverlapWarning
 from hostweave.fusion_ir.ir import Fusion
 
@@ -114,7 +114,7 @@ def test_calls_of_the_ranks_of_a_group() -> None:
 
 def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """`run` and each rank of a group keep only the most recently used variants. A captured call keeps its variant."""
-    monkeypatch.setattr(variants, "MOST_PER_GROUP", 2)
+    monkeypatch.setattr(running, "MOST_PER_GROUP", 2)
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])
     def some(x: hw.Tensor) -> hw.Tensor:
@@ -122,14 +122,14 @@ def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     program = hw.compile(some)
     made: list[weakref.ref[Any]] = []
-    at_sizes = variants.Variants.at_sizes
+    at_sizes = running.Variants.at_sizes
 
-    def noted(self: variants.Variants[Any], *arguments: Any) -> Any:
+    def noted(self: running.Variants, *arguments: Any) -> Any:
         if (found := at_sizes(self, *arguments)) is not None:
             made.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(variants.Variants, "at_sizes", noted)
+    monkeypatch.setattr(running.Variants, "at_sizes", noted)
 
     def alive() -> set[Any]:
         return {one for ref in made if (one := ref())}
