@@ -1,12 +1,12 @@
 """State of one rank while a program's control flow runs, and evaluation of expressions and sizes."""
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
+from typing import NoReturn
 
 from hostweave.base.errors import ProgramError
-from hostweave.check.operations import ALWAYS, ByteLayout, ByteRegion, Operation, StreamInPool, failure, instruction_text
+from hostweave.check.operations import ByteLayout, ByteRegion, Operation, StreamInPool, failure, instruction_text
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.types.mesh import Mesh, Sizes
@@ -52,21 +52,13 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Variables], int]:
     raise TypeError(f"not an expression: {expr!r}")
 
 
-class BufferPosition(NamedTuple):
-    """Position of a buffer in its memory, and the generations (versions of the contents) that reads of the buffer may see."""
-
-    root: str
-    offset: int  # bytes
-    generation: int = 0
-    last: int = ALWAYS
-
-
 @dataclass(slots=True)
 class RankRun:
     program: ir.HostProgram
     rank: int
+    layouts: InitVar[Mapping[str, ByteLayout]]  # layouts of the inputs and outputs
     environment: Variables = field(init=False)
-    positions: dict[str, BufferPosition] = field(init=False)
+    regions: dict[str, ByteRegion] = field(init=False)  # bytes of each buffer, with the generations that reads of the buffer may see
     operations: list[Operation] = field(default_factory=list)
     last: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last operation on each stream
     records: dict[tuple[str, int], Operation] = field(default_factory=dict)
@@ -78,24 +70,21 @@ class RankRun:
     steps: tuple[tuple[str, int], ...] = ()
     iterations: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, layouts: Mapping[str, ByteLayout]) -> None:
         mesh = self.program.mesh
         self.environment = {"rank": self.rank, **coordinates(mesh, self.rank)}
         parameters = (*self.program.inputs, *self.program.outputs)
         self.generations = {p.memory: 1 for p in parameters if p.memory}
-        inputs = {p.name: BufferPosition(p.name, 0, last=0) for p in self.program.inputs}
-        positions = inputs | {p.name: BufferPosition(p.memory or p.name, 0, int(bool(p.memory))) for p in self.program.outputs}
-        self.positions = {p.name: positions[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
+        regions = {p.name: ByteRegion(p.name, 0, layouts[p.name], 0, last=0) for p in self.program.inputs}
+        regions |= {p.name: ByteRegion(p.memory or p.name, 0, layouts[p.name], int(bool(p.memory))) for p in self.program.outputs}
+        self.regions = {p.name: regions[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
 
-    def position(self, name: str, instruction: tree.Instruction) -> BufferPosition:
-        if name not in self.positions:
+    def region(self, name: str, instruction: tree.Instruction, layout: ByteLayout | None = None, further: int = 0) -> ByteRegion:
+        """Bytes of a buffer. With `layout`, bytes from `further` bytes after its start."""
+        if name not in self.regions:
             self.fail(instruction, f"%{name} is not on this rank: use an `on` body of its mesh")
-        return self.positions[name]
-
-    def region(self, name: str, layout: ByteLayout, instruction: tree.Instruction, further: int = 0) -> ByteRegion:
-        """Bytes of a buffer, from `further` bytes after its start."""
-        root, offset, generation, last = self.position(name, instruction)
-        return ByteRegion(root, offset + further, layout, generation, last)
+        whole = self.regions[name]
+        return whole._replace(offset=whole.offset + further, layout=layout) if layout else whole
 
     def issue(self, operation: Operation) -> Operation:
         self.operations.append(operation)

@@ -12,8 +12,8 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from hostweave.check.operations import Access, ByteLayout, ByteRegion, Instances, Operation, Root, layout
-from hostweave.check.run import BufferPosition, RankRun, Variables, compiled, coordinates, size_of
+from hostweave.check.operations import ALWAYS, Access, ByteLayout, ByteRegion, Instances, Operation, Root, layout
+from hostweave.check.run import RankRun, Variables, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, inlined, missing_deallocations
@@ -45,7 +45,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
             for size in all_of_program:  # also the sizes of pieces in zigzag
                 binder.size(size, None)
         binder, body = bound[key]
-        run = RankRun(program, rank)
+        run = RankRun(program, rank, binder.layouts)
         for call in range(calls):
             if call:
                 run.issue(_between_calls(binder, run))
@@ -58,7 +58,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
 
 def _between_calls(binder: _Binder, run: RankRun) -> Operation:
     """The caller's operation between two calls: reads the outputs, and writes the inputs."""
-    own = [(name, binder.roots[name]) for name, position in run.positions.items() if position.root == name and name in binder.roots]
+    own = [(name, binder.roots[name]) for name, region in run.regions.items() if region.root == name and name in binder.roots]
     parameters = ((ByteRegion(name, 0, root.layout, 0), root.role) for name, root in own if root.role != "allocation")
     accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in parameters])
     return Operation(tree.Instruction(), run.rank, None, (), accesses)
@@ -127,8 +127,8 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     def step(run: RankRun) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
         generation = run.generations[root] = run.generations.get(root, -1) + 1
-        run.positions[i.out] = BufferPosition(root, 0, generation)
-        claim = Access(i.out, ByteRegion(root, 0, layout_of_buffer, generation), reads=False, writes=True)
+        run.regions[i.out] = ByteRegion(root, 0, layout_of_buffer, generation)
+        claim = Access(i.out, run.regions[i.out], reads=False, writes=True)
         freed = list(run.freed.values())
         if generation:  # A later instruction of the previous iteration may have freed memory.
             steps = dict(run.steps)
@@ -170,8 +170,8 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
             run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
         if spread and not 0 <= value <= source.shape[dim] - spread:
             run.fail(i, f"indices {value}..{value + spread} exceed 0..{source.shape[dim]}: keep the slice inside the dim")
-        position = run.position(first if chosen(run.environment) else last, i)
-        run.positions[i.out] = position._replace(offset=position.offset + value * distance)
+        region = run.region(first if chosen(run.environment) else last, i)
+        run.regions[i.out] = region._replace(offset=region.offset + value * distance, layout=result)
 
     return step
 
@@ -180,13 +180,13 @@ def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
     b.define(i.out, b.types[i.src], i)
 
     def step(run: RankRun) -> None:
-        if position := run.positions.get(i.src):
-            now = run.generations.get(position.root, 0)
+        if region := run.regions.get(i.src):
+            now = run.generations.get(region.root, 0)
             if isinstance(i, TakeOver):
-                run.generations[position.root] = now + 1
-                run.positions[i.out] = BufferPosition(position.root, position.offset, now + 1)
+                run.generations[region.root] = now + 1
+                run.regions[i.out] = region._replace(generation=now + 1, last=ALWAYS)
             else:
-                run.positions[i.out] = position._replace(last=min(position.last, now))
+                run.regions[i.out] = region._replace(last=min(region.last, now))
 
     return step
 
@@ -195,7 +195,7 @@ def _returned(b: _Binder, i: Returned) -> SimulationStep:
     build = _operation(b, i)
 
     def step(run: RankRun) -> None:
-        if i.src in run.positions:
+        if i.src in run.regions:
             run.issue(build(run))
 
     return step
@@ -231,15 +231,15 @@ def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, .
 
 
 def _operation(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], Operation]:
-    at_root: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # accesses of the root, or of every rank if there is no root
-    elsewhere: list[tuple[str, ByteLayout, bool, bool, bool]] = []  # accesses of the other ranks
+    at_root: list[tuple[str, ByteLayout | None, bool, bool, bool]] = []  # accesses of the root, or of every rank if there is no root
+    elsewhere: list[tuple[str, ByteLayout | None, bool, bool, bool]] = []  # accesses of the other ranks
     for field_name, role in tree.roles(type(i)).items():
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        # The local buffer determines the number of bytes that a get reads.
-        sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
-        touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
+        # The local buffer determines the bytes that a get reads.
+        part = b.layouts[tree.names(i, "write")[-1]] if role == "remote_read" else None
+        touched = [(name, part, *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
         elsewhere.extend(touched if field_name != i.at_root else ())
     channel = b.program.channel(i.channel) if isinstance(i, ir.Communication) else None
@@ -262,8 +262,8 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], Operation
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
         operation.accesses = tuple(
             [
-                Access(name, run.region(name, layout, i), reads, writes, operation.peer if remote else None)
-                for name, layout, reads, writes, remote in here
+                Access(name, run.region(name, i, part), reads, writes, operation.peer if remote else None)
+                for name, part, reads, writes, remote in here
             ]
         )
         return operation
@@ -278,7 +278,7 @@ def _get_of_block(b: _Binder, i: ir.OneSided, run: RankRun, operation: Operation
     layout_of_buffer, group = b.layouts[dst], operation.process_group
     block = share(layout_of_buffer.shape, i.received_along, len(group), group.index(operation.peer))
     taken = layout(layout_of_buffer.dtype, (len(block),), (1,))
-    there, here = run.region(src, taken, i), run.region(dst, taken, i, block.start * layout_of_buffer.dtype.itemsize)
+    there, here = run.region(src, i, taken), run.region(dst, i, taken, block.start * layout_of_buffer.dtype.itemsize)
     return Access(src, there, reads=True, writes=False, at=operation.peer), Access(dst, here, reads=False, writes=True)
 
 
@@ -302,7 +302,7 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[RankRun], tuple[Operation, ..
             if counts[number] == 0 and not isinstance(i.count, int):
                 continue  # An empty block is not posted.
             block = layout(layout_of_buffer.dtype, (counts[number],), (1,))
-            region = run.region(name, block, i, starts[number] * layout_of_buffer.dtype.itemsize)
+            region = run.region(name, i, block, starts[number] * layout_of_buffer.dtype.itemsize)
             member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
             member.channel, member.process_group, member.peer = channel, tuple(channel.mesh.all_ranks), peer
             members.append(member)
