@@ -246,6 +246,13 @@ def _sums(folder: Path) -> str:
     return "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names if name != SUMS)
 
 
+def write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = _scratch_path(path)
+    scratch.write_text(text)
+    scratch.rename(path)
+
+
 @contextlib.contextmanager
 def _as_build_error() -> Iterator[None]:
     try:

@@ -193,12 +193,9 @@ def folders_to_search() -> list[Path]:
 
 
 def _major_of(root: Path) -> int | None:
-    headers = (root / folder / name for folder in _INCLUDES for name in ("cuda_runtime_api.h", "cublas_api.h"))
-    return next((major for header in headers if header.is_file() and (major := _major_in_header(header))), None)
-
-
-def _major_in_header(header: Path) -> int | None:
-    """Major version according to CUDART_VERSION (such as 12040) or CUBLAS_VER_MAJOR."""
-    with header.open(errors="replace") as lines:
-        found = next((match for line in lines if (match := re.match(r"#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", line))), None)
-    return int(found[1]) // (1000 if len(found[1]) > 3 else 1) if found else None
+    """Major version according to CUDART_VERSION (such as 12040) or CUBLAS_VER_MAJOR in a header of the folder."""
+    for header in (root / folder / name for folder in _INCLUDES for name in ("cuda_runtime_api.h", "cublas_api.h")):
+        text = header.read_text(errors="replace") if header.is_file() else ""
+        if found := re.search(r"^#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", text, re.M):
+            return int(found[1]) // (1000 if len(found[1]) > 3 else 1)
+    return None

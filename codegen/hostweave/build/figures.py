@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from hostweave.build.cache import root
+from hostweave.build.cache import root, write_atomically
 from hostweave.build.cuda import Gpu
 from hostweave.types.machine import Machine
 
@@ -20,12 +20,9 @@ def measured(gpus: Sequence[Gpu]) -> Machine | None:
 
 
 def save(machine: Machine, gpus: Sequence[Gpu]) -> Path:
-    """Writes the figures atomically, and returns the path."""
+    """Writes the figures, and returns the path."""
     path = file_of(gpus)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{id(machine):x}")
-    scratch.write_text(machine.to_json())
-    scratch.rename(path)
+    write_atomically(path, machine.to_json())
     read.cache_clear()
     return path
 

@@ -15,9 +15,9 @@ from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.base.progress import expect_steps, step_done
 from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
-from hostweave.build.nvrtc import Unit, loader, parts_of, units_of
+from hostweave.build.nvrtc import Nvrtc, Unit, loader, parts_of, units_of
 from hostweave.build.processes import run, within_limit
-from hostweave.build.toolchain import ENQUEUING, GLUE, LIBRARIES_FILE, MODULE_FILE, KernelCompiler, Library, Toolchain
+from hostweave.build.toolchain import ENQUEUING, GLUE, LIBRARIES_FILE, MODULE_FILE, Library, Toolchain
 
 CORES = len(os.sched_getaffinity(0))
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
@@ -130,7 +130,7 @@ def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
         run_together({_object(_KERNELS): toolchain.compile(_JIT_FILE, _object(_KERNELS))}, folder)
 
 
-def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dict[str, Path]:
+def _cubins(folder: Path, toolchain: Toolchain, compiler: Nvrtc) -> dict[str, Path]:
     def cubin(unit: Unit) -> Path:
         entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)
         if not lookup(entry):
@@ -143,7 +143,7 @@ def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dic
         return dict(zip((unit.name for unit in units), pool.map(in_current_context(cubin), units), strict=True))
 
 
-def _compiled(compiler: KernelCompiler, unit: Unit, folder: Path) -> bytes:
+def _compiled(compiler: Nvrtc, unit: Unit, folder: Path) -> bytes:
     return within_limit(f"the compilation of {unit.name}", lambda: compiler.compile(unit, folder))
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import NATIVE
-from hostweave.build.nvrtc import Unit
+from hostweave.build.nvrtc import Nvrtc
 
 MODULE_FILE = "hostweave_program.so"
 LIBRARIES_FILE = "libraries"  # lists the cached libraries that a module needs, dependencies first
@@ -26,18 +25,6 @@ KERNELS_AS_CPP = ("-x", "c++", "-fwrapv")  # signed integers wrap around, as in 
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
 
-class KernelCompiler(Protocol):
-    """Library that compiles kernels for GPUs of architecture `arch`."""
-
-    @property
-    def library(self) -> Path: ...
-    @property
-    def arch(self) -> str: ...
-
-    def compile(self, unit: Unit, folder: Path) -> bytes:
-        """Compiles a unit to a binary, with headers in `folder`."""
-
-
 @dataclass(frozen=True)
 class Toolchain:
     """Compilers, include folders and libraries that build programs for one target on this machine."""
@@ -46,7 +33,7 @@ class Toolchain:
     compiler: Path
     include_folders: tuple[Path, ...]
     libraries: tuple[Path, ...]  # in addition to libhostweave_<target>.so
-    kernel_compiler: KernelCompiler | None = None  # if None, `compiler` compiles the kernels as C++
+    kernel_compiler: Nvrtc | None = None  # if None, `compiler` compiles the kernels as C++
     together: tuple[str, ...] = ONLY_ENQUEUE  # files of a program that are compiled as one unit
 
     def compile(self, source: str, output: str) -> list[str]:

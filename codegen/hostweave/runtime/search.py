@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.build.cache import key_of, root
+from hostweave.build.cache import key_of, root, write_atomically
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
 from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime.group import current
@@ -55,7 +55,8 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
         alternatives = _run(choice, chosen, make, arrays)
         chosen[choice.name] = alternatives[0].name
         measured.append(replace(choice, alternatives=alternatives, is_measured=True))
-    _write(file, measured)
+    rows = [{"value": c.value, "function": c.function, "alternatives": list(map(astuple, c.alternatives))} for c in measured]
+    write_atomically(file, json.dumps(rows, indent=1) + "\n")
     return tuple(measured)
 
 
@@ -95,11 +96,3 @@ def _read(file: Path) -> tuple[Choice, ...] | None:
         return None
     except (ValueError, TypeError, KeyError) as error:
         raise ArgumentError(f"{file}: contains no choices ({error}); remove it to search again") from None
-
-
-def _write(file: Path, choices: Sequence[Choice]) -> None:
-    rows = [{"value": c.value, "function": c.function, "alternatives": list(map(astuple, c.alternatives))} for c in choices]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(f".{id(rows):x}")
-    scratch.write_text(json.dumps(rows, indent=1) + "\n")
-    scratch.rename(file)
