@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -267,12 +267,10 @@ class LocalProgram:
         return set(self._gather("graphs", str(vote), self._waits_for, self._group.call_timeout)) == {str(True)}
 
     def _can_capture(self, native: Any, checked_call: CheckedCall, addresses: tuple[int, ...]) -> bool:
-        try:
-            with native_calls:
-                native.capture(checked_call.table.native, checked_call.addresses, addresses)
-        except CaptureError:
-            return False
-        return True
+        with suppress(CaptureError), native_calls:
+            native.capture(checked_call.table.native, checked_call.addresses, addresses)
+            return True
+        return False
 
     def _results_for_caller(self, bound: BoundInputs, arrays: Sequence[Array], outputs: Sequence[MadeOutput]) -> Any:
         """Results for the caller. A result in a donated input is the caller's array, reshaped if the shapes differ."""

@@ -1,7 +1,7 @@
 """Reports of a predicted timeline, and of a measured one if there is one: HTML pages, Perfetto traces and pictures."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -104,7 +104,9 @@ class Report:
             raise ArgumentError(f"{path}: {error.strerror}; choose a writable file") from None
 
     def html(self) -> str:
-        return _laid_out("timeline.html.j2", report=self, picture=Picture(self.timelines), data=self._data())
+        ranks = set(self.predicted.ranks[:MAX_SHOWN_RANKS])
+        data = {"timelines": [{"basis": t.basis, "events": _told(t, ranks)} for t in self.timelines]}
+        return _laid_out("timeline.html.j2", report=self, picture=Picture(self.timelines), data=data)
 
     def svg(self) -> str:
         return _laid_out("timeline.svg.j2", picture=Picture(self.timelines))
@@ -113,10 +115,6 @@ class Report:
         """The report in Chrome's JSON trace format, which ui.perfetto.dev opens. A rank is a process, and a stream is a thread."""
         events = [event for number, timeline in enumerate(self.timelines) for event in _traced(number, timeline)]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"program": self.predicted.program}})
-
-    def _data(self) -> Mapping[str, Any]:
-        ranks = set(self.predicted.ranks[:MAX_SHOWN_RANKS])
-        return {"timelines": [{"basis": t.basis, "events": _told(t, ranks)} for t in self.timelines]}
 
 
 def _told(timeline: Timeline, ranks: set[int]) -> dict[int, dict[str, Any]]:

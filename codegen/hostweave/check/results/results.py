@@ -176,9 +176,10 @@ def computed_outputs(
     if executed is not None:
         executed |= ranks.executed
     for output, whole in zip(program.outputs, expected.outputs, strict=True):
-        found = [(rank, index, whole[index]) for index, holders in _blocks(output.type, mesh, whole.shape) for rank in holders]
-        for rank, index, block in sorted(found, key=lambda each: each[0]):
-            root = output.memory or output.name
+        root = output.memory or output.name
+        for rank in output.type.mesh_in(mesh).all_ranks:
+            index = block_of(output.type, mesh, rank, whole.shape)
+            block = whole[index]
             whole_output = ranks.buffer(root).view([rank], 0, ranks.instances.roots[rank][root].layout).read()
             actual = whole_output.reshape(block.shape)  # A donated input may have its dims in another order.
             yield ComparedOutput(output.name, rank, actual, block, index, whole.shape)
@@ -366,12 +367,9 @@ def count_elements(fusion: Fusion, sizes: Sizes) -> float:
 def _count_elements(fusion: Fusion, items: tuple[tuple[str, int], ...]) -> float:
     sizes = dict(items)
     total = float(sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs))
-    of_functions = dict[str, float]()
     for op in fusion.ops:
         if op.callee:
-            name = op.callee.name
-            of_functions[name] = of_functions[name] if name in of_functions else count_elements(op.callee, sizes)
-            total += times_called(op, sizes) * of_functions[name]
+            total += times_called(op, sizes) * count_elements(op.callee, sizes)
             continue
         made: float = prod(global_shape(op.result.type, sizes))
         if OPS[op.kind].is_product:
