@@ -120,6 +120,8 @@ class Functions:
     def abs(self, x: Any) -> Any:
         return self.where(x > 0, x, -x)
 
+    absolute = abs
+
     def sign(self, x: Any) -> Any:
         return self.integer(np.sign, x) if isinstance(x, Real) else Exact(np.sign(x.value))
 
@@ -332,9 +334,9 @@ _add(_comparison, "less greater not_equal less_equal greater_equal equal")
 _add(_binary, "subtract multiply matmul floor_divide remainder fmod maximum minimum")
 _add(
     lambda name: lambda x, y: Exact(getattr(np, name)(*values_of(x, y))),
-    "gcd logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift",
+    "gcd logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift left_shift right_shift",
 )
-_add(lambda name: lambda x: Exact(getattr(np, name)(x.value)), "isneginf isnan isfinite logical_not bitwise_invert")
+_add(lambda name: lambda x: Exact(getattr(np, name)(x.value)), "isneginf isnan isfinite logical_not invert")
 _add(lambda name: lambda x: Functions.integer(getattr(np, name), x), "floor ceil trunc round")
 _add(lambda name: lambda x: getattr(as_reals(x)[0], name)(), "exp log")
 _MOVES: dict[str, Callable[..., Any]] = {

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
 from hostweave.check.results import field
@@ -31,16 +32,19 @@ class NeedsSingleSample(Exception):
     """The function needs a Python number, and must be called once per sample."""
 
 
-class Samples:
+class Samples(NDArrayOperatorsMixin):
     """An array with samples. A constant has one sample, which broadcasts."""
 
     __slots__ = ("parts",)
-    __array_ufunc__ = None
     functions: ClassVar[Any]  # defined in functions.py
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, *parts: Part):
         self.parts = parts
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **_: Any) -> Any:
+        """Computes an operator, such as +, by the function of functions.py."""
+        return getattr(self.functions, ufunc.__name__)(*operands)
 
     @property
     def samples(self) -> int:
@@ -119,21 +123,6 @@ class Samples:
 
     def differs(self, other: Samples) -> Part:
         raise NotImplementedError
-
-
-# Operators call the functions of functions.py.
-def _add_operator(name: str, function: str) -> None:
-    setattr(Samples, f"__{name}__", lambda self, *other: getattr(self.functions, function)(self, *other))
-    setattr(Samples, f"__r{name}__", lambda self, other: getattr(self.functions, function)(other, self))
-
-
-_OPERATORS = (
-    "add:add sub:subtract mul:multiply truediv:divide floordiv:floor_divide mod:remainder pow:power and:bitwise_and or:bitwise_or "
-    "xor:bitwise_xor lshift:bitwise_left_shift rshift:bitwise_right_shift lt:less le:less_equal gt:greater ge:greater_equal eq:equal "
-    "ne:not_equal neg:negative invert:bitwise_invert abs:abs"
-)
-for _pair in _OPERATORS.split():
-    _add_operator(*_pair.split(":"))
 
 
 def key_of(key: Any) -> tuple[Any, ...]:
