@@ -19,7 +19,7 @@ from hostweave.check.match_collectives import MatchedCommunications
 from hostweave.check.operations import Access, ByteLayout, Instances, Operation
 from hostweave.check.results.arithmetic import cast_in_samples, function_of, results_of_kernel
 from hostweave.check.results.functions import Functions
-from hostweave.check.results.samples import Exact, Samples, apply
+from hostweave.check.results.samples import Exact, Samples, apply, joined_samples
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import OFFSET
@@ -76,7 +76,8 @@ class FieldRanks:
         if all(access.region.offset == offset and access.region.root == root for access in accesses[1:]):
             return self.buffer(root).view(owners, offset, layout)
         regions = [access.region for access in accesses]
-        return Views([self.buffer(r.root).view([owner], r.offset, r.layout) for owner, r in zip(owners, regions, strict=True)])
+        views = (self.buffer(r.root).view([owner], r.offset, r.layout) for owner, r in zip(owners, regions, strict=True))
+        return FieldView([array for view in views for array in view.arrays])
 
     def fill(self, ranks: Sequence[int], accesses: Sequence[Access], value: Samples) -> None:
         self.view(ranks, accesses).fill(value)
@@ -338,7 +339,7 @@ class FieldBuffer:
 
     def view(self, ranks: Sequence[int], offset: int, layout: ByteLayout) -> FieldView:
         if len(ranks) > 1 and (ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks)):
-            return Views([self.view([rank], offset, layout) for rank in ranks])
+            return FieldView([array for rank in ranks for array in self.view([rank], offset, layout).arrays])
         key = ranks[0], len(ranks), offset, layout.shape, layout.strides
         if key not in self.views:
             self.views[key] = self.new_view(ranks, offset // layout.dtype.itemsize, layout)
@@ -352,47 +353,29 @@ class FieldBuffer:
             first = (ranks[0] * self.samples * self.count + (start if layout.run else 0)) * size
             strides = (self.count * size, *[stride * size for stride in layout.strides])
             parts.append(np.ndarray((samples, *layout.shape), part.dtype, part, first, strides))
-        return FieldView(self.kind(*parts))
+        return FieldView([self.kind(*parts)])
 
 
 class FieldView:
-    def __init__(self, array: Samples):
-        self.array = array
+    """Memory of one or more ranks: a strided array, or several arrays with consecutive samples."""
 
-    @property
-    def samples(self) -> int:
-        return self.array.samples
+    def __init__(self, arrays: Sequence[Samples]):
+        self.arrays = arrays
 
     def read(self) -> Samples:
-        """Returns the array. Only `Views` copies the elements."""
-        return self.array
+        """Returns the array. Copies the elements of several arrays."""
+        joined: Samples = self.arrays[0] if len(self.arrays) == 1 else joined_samples(self.arrays)
+        return joined
 
     def fill(self, value: Samples) -> None:
         """Writes an array with the same number of elements, or one element to all positions."""
-        for part, new in zip(self.array.parts, self.array.of(value).parts, strict=True):
-            if new.shape[1:] != part.shape[1:]:
-                shape = part.shape[1:] if new[0].size == part[0].size else (1,) * (part.ndim - 1)
-                new = new.reshape(len(new), *shape)
-            part[...] = new
-
-
-class Views(FieldView):
-    """Memory of several ranks that is not one strided array, as concatenated samples."""
-
-    def __init__(self, views: Sequence[FieldView]):
-        self.views = views
-
-    @property
-    def samples(self) -> int:
-        return sum(view.samples for view in self.views)
-
-    def read(self) -> Samples:
-        kind = type(self.views[0].array)
-        return kind(*(np.concatenate(parts) for parts in zip(*(view.array.parts for view in self.views), strict=True)))
-
-    def fill(self, value: Samples) -> None:
-        at = 0
-        for view in self.views:
-            own = slice(at, at + view.samples)
-            view.fill(value if value.samples == 1 else type(value)(*(part[own] for part in value.parts)))
-            at = own.stop
+        value, at = self.arrays[0].of(value), 0
+        for array in self.arrays:
+            own = slice(at, at + array.samples) if value.samples > 1 else slice(None)
+            for part, whole in zip(array.parts, value.parts, strict=True):
+                new = whole[own]
+                if new.shape[1:] != part.shape[1:]:
+                    shape = part.shape[1:] if new[0].size == part[0].size else (1,) * (part.ndim - 1)
+                    new = new.reshape(len(new), *shape)
+                part[...] = new
+            at += array.samples
