@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hostweave.targets.target import CPU_DEVICE, NAMES, find_target, runtime_sources
+from hostweave.base.paths import RUNTIME_SOURCES
+from hostweave.targets.target import CPU_DEVICE, NAMES, find_target, sources_of
 
 
 def test_a_target_is_found_by_its_name() -> None:
@@ -13,7 +14,7 @@ def test_a_target_is_found_by_its_name() -> None:
 
 
 def test_a_target_compiles_only_its_own_sources() -> None:
-    cpu, cuda = ({path.stem for path in runtime_sources(name)} for name in NAMES)
+    cpu, cuda = ({path.stem for path in sources_of(RUNTIME_SOURCES, name)} for name in NAMES)
     assert cpu & cuda
     assert {stem.rpartition("_")[2] for stem in cpu ^ cuda} == {*NAMES}
     assert not any(stem.endswith("_cuda") for stem in cpu)

@@ -9,13 +9,13 @@ from typing import Any
 
 from hostweave.base.errors import BuildError, ProgramError
 from hostweave.base.forks import importing
-from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_INCLUDES
+from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_INCLUDES, RUNTIME_SOURCES
 from hostweave.build import cuda, figures
 from hostweave.build.cache import get_or_make, name_of, root, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Library, Toolchain, find_compiler
 from hostweave.fusion_ir.ops.scaled import SCALINGS, TENSOR
-from hostweave.targets.target import Target, runtime_sources, sources_of
+from hostweave.targets.target import Target, sources_of
 from hostweave.transports.transport import NAMES, SIGNALS, Transport, find_transport
 from hostweave.types.machine import Machine, shipped
 
@@ -36,7 +36,7 @@ class _Cuda(Target):
     def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
         """A library for all programs and, if `requested` is not empty, the attention library and the requested kernels. All are
         compiled at the first use."""
-        shared = _library(self.name, runtime_sources(self.name), toolchain)
+        shared = _library(self.name, sources_of(RUNTIME_SOURCES, self.name), toolchain)
         libraries = [shared]
         attention = RUNTIME / "attention"
         for name in sorted(requested - {"attention"}):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hostweave.base.forks import importing
-from hostweave.base.paths import RUNTIME_SOURCES
 from hostweave.build.toolchain import Library, Toolchain
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.transports.transport import Transport
@@ -87,12 +86,8 @@ def find_target(name: str) -> Target:
     return target
 
 
-def runtime_sources(target: str) -> list[Path]:
-    """Sources of the runtime for a target, without files whose names end in another target's name."""
-    return sources_of(RUNTIME_SOURCES, target)
-
-
 def sources_of(folders: Sequence[Path], target: str) -> list[Path]:
+    """Sources for a target, without files whose names end in another target's name."""
     others = tuple(f"_{name}" for name in NAMES if name != target)
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cpp", ".cu")]
     return [path for path in files if not path.stem.endswith(others)]
