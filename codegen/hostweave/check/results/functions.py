@@ -44,8 +44,7 @@ class Functions:
 
     def __init__(self, real: type[Real] = Real):
         self.real = real
-        self.add = _Add()
-        self.bitwise_and, self.bitwise_or, self.bitwise_xor = (_Bits(name) for name in ("bitwise_and", "bitwise_or", "bitwise_xor"))
+        self.add, self.bitwise_and, self.bitwise_or, self.bitwise_xor = map(_Ufunc, ("add", "bitwise_and", "bitwise_or", "bitwise_xor"))
 
     @staticmethod
     def errstate(**_: str) -> nullcontext[None]:
@@ -251,14 +250,14 @@ def _as_rows(x: Real, axis: Any, keepdims: bool) -> tuple[Real, tuple[int, ...]]
     return rows, shape  # type: ignore[return-value]
 
 
-class _Add:
-    """numpy.add, with its method `at`, which adds at indices."""
+class _Ufunc:
+    """A ufunc of NumPy, with its methods `at`, which adds at indices, and `reduce`."""
 
-    def __init__(self) -> None:
-        self.sum = _binary("add")
+    def __init__(self, name: str):
+        self.function, self.computed = getattr(np, name), _binary(name)
 
     def __call__(self, x: Any, y: Any) -> Any:
-        return self.sum(x, y)
+        return self.computed(x, y)
 
     @staticmethod
     def at(x: Samples, where: tuple[Any, ...], y: Any) -> None:
@@ -270,16 +269,6 @@ class _Add:
             np.add.at(part, key, new)
             if isinstance(x, Real) and part is not x.value:
                 part %= P
-
-
-class _Bits:
-    """A bitwise ufunc such as numpy.bitwise_and, with its method `reduce`."""
-
-    def __init__(self, name: str):
-        self.function = getattr(np, name)
-
-    def __call__(self, x: Any, y: Any) -> Any:
-        return Exact(self.function(*values_of(x, y)))
 
     def reduce(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         return Exact(np.asarray(self.function.reduce(x.value, axis=inner_axes(axis, x.ndim), keepdims=keepdims)))
@@ -317,10 +306,10 @@ _OF_REALS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
-    exact, of_reals = getattr(np, name), _OF_REALS[name]
+    of_reals = _OF_REALS.get(name)
 
     def computed(x: Any, y: Any) -> Any:
-        return of_reals(*as_reals(x, y)) if is_float(x) or is_float(y) else Exact(exact(*values_of(x, y)))
+        return of_reals(*as_reals(x, y)) if of_reals and (is_float(x) or is_float(y)) else Exact(getattr(np, name)(*values_of(x, y)))
 
     return computed
 
@@ -331,11 +320,8 @@ def _add(make: Callable[[str], Callable[..., Any]], names: str) -> None:
 
 
 _add(_comparison, "less greater not_equal less_equal greater_equal equal")
-_add(_binary, "subtract multiply matmul floor_divide remainder fmod maximum minimum")
-_add(
-    lambda name: lambda x, y: Exact(getattr(np, name)(*values_of(x, y))),
-    "gcd logical_and logical_or logical_xor bitwise_left_shift bitwise_right_shift left_shift right_shift",
-)
+_add(_binary, "subtract multiply matmul floor_divide remainder fmod maximum minimum gcd logical_and logical_or logical_xor")
+_add(_binary, "bitwise_left_shift bitwise_right_shift left_shift right_shift")
 _add(lambda name: lambda x: Exact(getattr(np, name)(x.value)), "isneginf isnan isfinite logical_not invert")
 _add(lambda name: lambda x: Functions.integer(getattr(np, name), x), "floor ceil trunc round")
 _add(lambda name: lambda x: getattr(as_reals(x)[0], name)(), "exp log")
