@@ -58,16 +58,12 @@ def _reshard_step(types: Types, op: Op) -> TensorType:
     return unsharded(x)
 
 
-def _step(kind: str, *attributes: Attribute[Any], **facts: Any) -> None:
-    OPS[kind] = OpDef(1, _reshard_step, elementwise, lambda np, x, **_: x, attributes, is_reshard_step=True, **facts)
+def _step(kind: str, makes: str, *attributes: Attribute[Any], **facts: Any) -> None:
+    OPS[kind] = OpDef(1, _reshard_step, elementwise, lambda np, x, **_: x, attributes, is_reshard_step=True, makes=makes, **facts)
 
 
 OPS["collective_permute"] = OpDef(
-    1,
-    _collective_permute,
-    _blocks_permuted,
-    _numpy_collective_permute,
-    (AXIS, SOURCES),
+    *(1, _collective_permute, _blocks_permuted, _numpy_collective_permute, (AXIS, SOURCES)),
     whole="permuted",
     linear="first",
     makes="permuted",
@@ -78,11 +74,11 @@ OPS["renumber"] = replace(OPS["collective_permute"], map=_whole_blocks, stated=_
 OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")
 
 # Steps of reshards. The order of these steps breaks ties between sequences that move equal bytes in equally many steps.
-_step("shard", DIM, MESH_AXES, is_view=True, cuts=True)
-_step("all_gather", DIM, MESH_AXES)
-_step("permute_shards", MESH_AXES, SOURCES, target="sharding")
-_step("all_to_all", DIM, TO, MESH_AXES)
-_step("all_reduce", MESH_AXES, REDUCTION)
-_step("reduce_scatter", DIM, MESH_AXES, REDUCTION)
-_step("reduce", MESH_AXES, REDUCTION, ROOT, target="sharding", to_other_mesh=True)
-_step("transfer", BLOCKS, target="sharding", to_other_mesh=True)
+_step("shard", "sliced", DIM, MESH_AXES, is_view=True, cuts=True)
+_step("all_gather", "gathered", DIM, MESH_AXES)
+_step("permute_shards", "permuted", MESH_AXES, SOURCES, target="sharding")
+_step("all_to_all", "turned", DIM, TO, MESH_AXES)
+_step("all_reduce", "reduced", MESH_AXES, REDUCTION)
+_step("reduce_scatter", "scattered", DIM, MESH_AXES, REDUCTION)
+_step("reduce", "reduced", MESH_AXES, REDUCTION, ROOT, target="sharding", to_other_mesh=True)
+_step("transfer", "moved", BLOCKS, target="sharding", to_other_mesh=True)

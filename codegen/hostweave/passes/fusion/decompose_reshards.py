@@ -15,12 +15,11 @@ from hostweave.base.errors import ProgramError
 from hostweave.base.unchanged import replaced
 from hostweave.fusion_ir.emitter import OpRewriter
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
-from hostweave.fusion_ir.ops import needs_whole, operand_types
+from hostweave.fusion_ir.ops import OPS, needs_whole, operand_types
 from hostweave.fusion_ir.resharding import ReshardStep, in_rank_order, plan, zigzag_changes
 from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code
 from hostweave.fusion_ir.sharding import Axes, layout, with_axes
 from hostweave.options import Options
-from hostweave.passes.fusion.insert_reshards import SUFFIXES
 from hostweave.transports.transport import MESSAGES, SIGNALS
 from hostweave.types.blocks import shared_dims
 from hostweave.types.size import Size
@@ -156,7 +155,7 @@ class _Decomposition(OpRewriter):
         """Emits a step of a reshard. Returns the result of the step, or of an equal earlier step."""
         before, type = self.types[source], step.applied(self.types[source], self.mesh)
         if (source, type) not in self.done:
-            between = Value(self.free_name(f"{self.op.result.name}_{SUFFIXES[step.kind]}"), type)
+            between = Value(self.free_name(f"{self.op.result.name}_{OPS[step.kind].makes}"), type)
             self.emit(step.op(source, before, between, self.mesh, self.op.location))
             self.done[source, type] = between.name
         return self.done[source, type]

@@ -24,17 +24,6 @@ from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.tensor import DTYPES, DType, Partial, TensorType
 from hostweave.types.zigzag import Zigzag
 
-SUFFIXES = {
-    "all_gather": "gathered",
-    "all_reduce": "reduced",
-    "all_to_all": "turned",
-    "permute_shards": "permuted",
-    "reduce": "reduced",
-    "reduce_scatter": "scattered",
-    "shard": "sliced",
-    "transfer": "moved",
-}
-
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     """Inserts reshards. Also inserts casts of partial values if the transport cannot reduce their dtype, or if `partial_dtype` asks for
@@ -89,7 +78,7 @@ class _Insertion(OpRewriter):
         if not unnamed or name in self.fusion.outputs or zigzag_changes(self.types[given], op.result.type):
             return op
         if steps := plan(self.types[given], op.result.type, self.mesh, self.options.sizes, op.location):
-            self.renamed[name] = self.free_name(f"{self.renamed.get(unnamed[1], unnamed[1])}_{SUFFIXES[steps[-1].kind]}")
+            self.renamed[name] = self.free_name(f"{self.renamed.get(unnamed[1], unnamed[1])}_{OPS[steps[-1].kind].makes}")
             self.consumers[self.renamed[name]] = self.consumers[name]
         return replaced(op, result=replaced(op.result, name=self.renamed.get(name, name)))
 
@@ -154,11 +143,11 @@ class _Insertion(OpRewriter):
         if (name, needed) not in self.done:
             want = with_layout(self.types[name], needed)
             if made := self.indexed(name, want):
-                value = replace(made.result, name=self.free_name(f"{name}_{SUFFIXES['shard']}"), type=want)
+                value = replace(made.result, name=self.free_name(f"{name}_{OPS['shard'].makes}"), type=want)
                 self.emit(replace(made, result=value))
             else:
                 steps = plan(self.types[name], want, self.mesh, self.options.sizes, op.location)
-                value = Value(self.free_name(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
+                value = Value(self.free_name(f"{name}_{OPS[steps[-1].kind].makes}"), want)
                 self.emit(Op("reshard", (name,), value, location=op.location))
             self.done[name, needed] = value.name
         return self.done[name, needed]
