@@ -37,10 +37,12 @@ def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
 
 
 def _unary(
-    kind: str, doc: str, cpp: str, numpy: Callable[..., Any] | None = None, *, kinds: tuple[str, ...] = FLOATS, **facts: Any
+    kind: str, doc: str, cpp: str = "", numpy: Callable[..., Any] | str = "", *, kinds: tuple[str, ...] = FLOATS, **facts: Any
 ) -> Unary:
-    """Defines a unary op and its public function. `numpy` is by default NumPy's function of the same name."""
-    computed = numpy or (lambda np, x: getattr(np, kind)(x))
+    """Defines a unary op and its public function. `cpp` is by default the C function `kind`. `numpy` is the name of NumPy's
+    function, if different from `kind`, or computes the op."""
+    computed = numpy if callable(numpy) else lambda np, x: getattr(np, numpy or kind)(x)
+    cpp = cpp or f"{{std:{kind}}}({{0}})"
     OPS[kind] = OpDef(1, _arithmetic(kinds), elementwise, computed, cpp=cpp, is_public=True, **facts)
 
     def function(x: Tensor) -> Tensor:
@@ -65,10 +67,11 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
 
 
 def _binary(
-    kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, numpy: str = "", **facts: Any
+    kind: str, doc: str, cpp: str = "", kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, numpy: str = "", **facts: Any
 ) -> BinaryOp:
-    """Defines a binary op and its public function. `numpy` is the name of NumPy's function, if different from `kind`."""
-    infer = _arithmetic(kinds, is_comparison)
+    """Defines a binary op and its public function. `cpp` is by default the C function `kind`. `numpy` is the name of NumPy's function, if
+    different from `kind`."""
+    infer, cpp = _arithmetic(kinds, is_comparison), cpp or f"{{std:{kind}}}({{0}}, {{1}})"
 
     def computed(np: Any, a: Any, b: Any) -> Any:
         with np.errstate(divide="ignore"):  # no warning if ints are divided by 0, which gives 0
@@ -96,11 +99,6 @@ def _of_float(function: Callable[[float], float]) -> Callable[..., Any]:
 def _lgamma(x: float) -> float:
     is_pole = math.isinf(x) or (x <= 0 and x == math.trunc(x))
     return math.inf if is_pole or x > 1e300 else math.lgamma(x)
-
-
-def _inverse(word: str) -> Callable[..., Any]:
-    """NumPy's inverse of the function `word`. NumPy 1 has only the name that begins with `arc`."""
-    return lambda np, x: getattr(np, f"arc{word}")(x)
 
 
 def _gelu(np: Any, x: Any) -> Any:
@@ -138,13 +136,9 @@ fmod = _binary(
     cost=20,
 )
 gcd = _binary("gcd", "The greatest common divisor, at least 0 unless it overflows.", "hw::gcd({0}, {1})", INTS, cost=200)
-atan2 = _binary(
-    "atan2", "The angle of the point (b, a) in radians, from -pi to pi.", "{std:atan2}({0}, {1})", kinds=FLOATS, numpy="arctan2", cost=40
-)
-hypot = _binary(
-    "hypot", "The hypotenuse sqrt(a * a + b * b), computed without overflow of the squares.", "{std:hypot}({0}, {1})", kinds=FLOATS, cost=30
-)
-copysign = _binary("copysign", "The absolute value of a with the sign of b.", "{std:copysign}({0}, {1})", kinds=FLOATS)
+atan2 = _binary("atan2", "The angle of the point (b, a) in radians, from -pi to pi.", kinds=FLOATS, numpy="arctan2", cost=40)
+hypot = _binary("hypot", "The hypotenuse sqrt(a * a + b * b), computed without overflow of the squares.", kinds=FLOATS, cost=30)
+copysign = _binary("copysign", "The absolute value of a with the sign of b.", kinds=FLOATS)
 OPS["pow"] = OpDef(
     2, _arithmetic(FLOATS), elementwise, lambda np, a, b: np.power(a, b), cpp="{std:pow}({0}, {1})", cost=60, written="a ** b"
 )
@@ -159,31 +153,30 @@ abs = _unary(
     written="abs(x)",
 )
 reciprocal = _unary("reciprocal", "The reciprocal, 1 / x.", "{T:1} / {0}", lambda np, x: 1 / x, cost=8)
-exp = _unary("exp", "The exponential function.", "{std:exp}({0})", fast=_FAST_EXP, cost=16)
-expm1 = _unary("expm1", "exp(x) - 1, accurate for x near 0.", "{std:expm1}({0})", cost=30)
-exp2 = _unary("exp2", "The power of 2 with exponent x.", "{std:exp2}({0})", cost=16)
-log1p = _unary("log1p", "The natural logarithm of 1 + x, accurate for x near 0.", "{std:log1p}({0})", cost=30)
-log2 = _unary("log2", "The logarithm to the base 2.", "{std:log2}({0})", cost=16)
-log10 = _unary("log10", "The logarithm to the base 10.", "{std:log10}({0})", cost=16)
-log = _unary("log", "The natural logarithm.", "{std:log}({0})", cost=16)
-sqrt = _unary("sqrt", "The square root.", "{std:sqrt}({0})", cost=12)
+exp = _unary("exp", "The exponential function.", fast=_FAST_EXP, cost=16)
+expm1 = _unary("expm1", "exp(x) - 1, accurate for x near 0.", cost=30)
+exp2 = _unary("exp2", "The power of 2 with exponent x.", cost=16)
+log1p = _unary("log1p", "The natural logarithm of 1 + x, accurate for x near 0.", cost=30)
+log2 = _unary("log2", "The logarithm to the base 2.", cost=16)
+log10 = _unary("log10", "The logarithm to the base 10.", cost=16)
+log = _unary("log", "The natural logarithm.", cost=16)
+sqrt = _unary("sqrt", "The square root.", cost=12)
 rsqrt = _unary("rsqrt", "The reciprocal square root, 1 / sqrt(x).", "{T:1} / {std:sqrt}({0})", lambda np, x: 1 / np.sqrt(x), cost=20)
-sin = _unary("sin", "The sine of an angle in radians.", "{std:sin}({0})", cost=30)
-cos = _unary("cos", "The cosine of an angle in radians.", "{std:cos}({0})", cost=30)
-tan = _unary("tan", "The tangent of an angle in radians.", "{std:tan}({0})", cost=40)
-asin = _unary("asin", "The arc sine, in radians from -pi/2 to pi/2.", "{std:asin}({0})", _inverse("sin"), cost=30)
-acos = _unary("acos", "The arc cosine, in radians from 0 to pi.", "{std:acos}({0})", _inverse("cos"), cost=30)
-atan = _unary("atan", "The arc tangent, in radians from -pi/2 to pi/2.", "{std:atan}({0})", _inverse("tan"), cost=30)
-sinh = _unary("sinh", "The hyperbolic sine.", "{std:sinh}({0})", cost=30)
-cosh = _unary("cosh", "The hyperbolic cosine.", "{std:cosh}({0})", cost=30)
-asinh = _unary("asinh", "The inverse of the hyperbolic sine.", "{std:asinh}({0})", _inverse("sinh"), cost=40)
-acosh = _unary("acosh", "The inverse of the hyperbolic cosine.", "{std:acosh}({0})", _inverse("cosh"), cost=40)
-atanh = _unary("atanh", "The inverse of the hyperbolic tangent.", "{std:atanh}({0})", _inverse("tanh"), cost=40)
-tanh = _unary("tanh", "The hyperbolic tangent.", "{std:tanh}({0})", cost=30)
-erf = _unary("erf", "The error function.", "{std:erf}({0})", _of_float(math.erf), fast=("{std:erf}", "hw::fast_erf"), cost=30)
-erfc = _unary(
-    "erfc", "The complementary error function, 1 - erf(x), accurate for results near 0.", "{std:erfc}({0})", _of_float(math.erfc), cost=30
-)
+sin = _unary("sin", "The sine of an angle in radians.", cost=30)
+cos = _unary("cos", "The cosine of an angle in radians.", cost=30)
+tan = _unary("tan", "The tangent of an angle in radians.", cost=40)
+# NumPy 1 has only those names of inverse functions that begin with `arc`.
+asin = _unary("asin", "The arc sine, in radians from -pi/2 to pi/2.", numpy="arcsin", cost=30)
+acos = _unary("acos", "The arc cosine, in radians from 0 to pi.", numpy="arccos", cost=30)
+atan = _unary("atan", "The arc tangent, in radians from -pi/2 to pi/2.", numpy="arctan", cost=30)
+sinh = _unary("sinh", "The hyperbolic sine.", cost=30)
+cosh = _unary("cosh", "The hyperbolic cosine.", cost=30)
+asinh = _unary("asinh", "The inverse of the hyperbolic sine.", numpy="arcsinh", cost=40)
+acosh = _unary("acosh", "The inverse of the hyperbolic cosine.", numpy="arccosh", cost=40)
+atanh = _unary("atanh", "The inverse of the hyperbolic tangent.", numpy="arctanh", cost=40)
+tanh = _unary("tanh", "The hyperbolic tangent.", cost=30)
+erf = _unary("erf", "The error function.", numpy=_of_float(math.erf), fast=("{std:erf}", "hw::fast_erf"), cost=30)
+erfc = _unary("erfc", "The complementary error function, 1 - erf(x), accurate for results near 0.", numpy=_of_float(math.erfc), cost=30)
 lgamma = _unary("lgamma", "The logarithm of the absolute value of the gamma function.", "hw::log_gamma({0})", _of_float(_lgamma), cost=100)
 sigmoid = _unary(
     "sigmoid",
