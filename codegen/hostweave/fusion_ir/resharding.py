@@ -17,7 +17,7 @@ from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, wi
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.blocks import Transfer, transfer
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import Factor, Size, Sum
+from hostweave.types.size import Atom
 from hostweave.types.tensor import Partial, TensorType
 from hostweave.types.zigzag import Zigzag
 
@@ -263,15 +263,12 @@ def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
 def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
     """Typical local size of each dim. Unknown symbols count as DEFAULT_SIZE."""
 
-    def typical(size: Size) -> Fraction:
-        return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))
+    def typical(atom: Atom) -> Fraction:
+        if isinstance(atom, str):
+            return Fraction(sizes.get(atom, DEFAULT_SIZE))
+        return atom.size.estimate(typical) / atom.ranks_in(mesh)
 
-    def of_factor(factor: Factor) -> Fraction:
-        if isinstance(factor, str):
-            return Fraction(sizes.get(factor, DEFAULT_SIZE))
-        return sum(map(typical, factor.terms), Fraction(0)) if isinstance(factor, Sum) else typical(factor.size) / factor.ranks_in(mesh)
-
-    return list(map(typical, type.local_shape(mesh)))
+    return [size.estimate(typical) for size in type.local_shape(mesh)]
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:

@@ -12,7 +12,7 @@ For a mesh of some ranks, the text is `local(M, x on ranks 2, 3)` or, with sever
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
@@ -119,6 +119,13 @@ class Size:
         if total % self.divisor:
             raise ValueError(f"{self}: {self.divisor} does not divide {total}")
         return total // self.divisor
+
+    def estimate(self, value_of: Callable[[Atom], Fraction | int]) -> Fraction:
+        """Value of the size, possibly a fraction, from the values of its atoms."""
+        total = Fraction(self.coefficient, self.divisor)
+        for factor in self.factors:
+            total *= sum(term.estimate(value_of) for term in factor.terms) if isinstance(factor, Sum) else value_of(factor)
+        return total
 
     def at(self, sizes: Mapping[str, int]) -> Size:
         """Replaces symbols by numbers, except in factors such as `local(M, x)`."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.types.size import Factor, Size, Sum
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
 if TYPE_CHECKING:
@@ -102,13 +101,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 def _if_large(size: Size) -> Fraction:
     """Value of a size if all its symbols are LARGE_SIZE. May be a fraction, because only calls check divisibility."""
-
-    def of(factor: Factor) -> Fraction:
-        if isinstance(factor, Sum):
-            return sum(map(_if_large, factor.terms), start=Fraction(0))
-        return Fraction(LARGE_SIZE if isinstance(factor, str) else factor.bind(dict.fromkeys(factor.size.symbols, LARGE_SIZE)))
-
-    return prod(map(of, size.factors), start=Fraction(size.coefficient, size.divisor))
+    return size.estimate(lambda atom: LARGE_SIZE if isinstance(atom, str) else atom.bind(dict.fromkeys(atom.size.symbols, LARGE_SIZE)))
 
 
 def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
