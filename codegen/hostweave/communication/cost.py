@@ -6,7 +6,6 @@ previous item of its queue has ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import Protocol
@@ -114,25 +113,9 @@ class Overlap:
         overlap_share = min(1.0, others * transfer / computed) if computed else 1.0
         slowdown = 1 + overlap_share * (matmul_slowdown - 1)
         own_chunk, multiply = own_chunk * slowdown + CHUNK_SECONDS, other_chunk * slowdown + CHUNK_SECONDS
-        transfers = [transfer * slower] * others
+        transfer *= slower
+        # Each chunk of another rank is in both queues, one queue after the other. The slower queue determines the time.
+        passed = max(transfer + others * multiply, others * transfer + multiply) if others else 0.0
         if not OPS[self.kind].reduces:
-            return LOOP_SECONDS + self.extra_seconds[1] + _after_arrival(own * own_chunk, transfers, multiply)
-        return LOOP_SECONDS + _before_departure(transfers, multiply, own * multiply) + added
-
-
-def _after_arrival(own_chunk: float, transfers: Sequence[float], multiply: float) -> float:
-    """Seconds until the rank has computed its own chunks, and then each chunk that arrives."""
-    computed, arrived = own_chunk, 0.0
-    for transfer in transfers:
-        arrived += transfer
-        computed = max(computed, arrived) + multiply
-    return computed
-
-
-def _before_departure(transfers: Sequence[float], multiply: float, own_chunk: float) -> float:
-    """Seconds until the rank has computed and sent the chunks of other ranks, and has computed its own chunks last."""
-    computed, departed = 0.0, 0.0
-    for transfer in transfers:
-        computed += multiply
-        departed = max(departed, computed) + transfer
-    return max(departed, computed + own_chunk)
+            return LOOP_SECONDS + self.extra_seconds[1] + max(passed, own * own_chunk + others * multiply)
+        return LOOP_SECONDS + max(passed, chunks * multiply) + added
