@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import Any, NoReturn
+from typing import Any
 
 from hostweave.base.errors import HostweaveError, Location, ProgramError, users_frames
 from hostweave.base.names import unique_name
@@ -222,24 +222,18 @@ class BlockFunction:
         return (result, *rest) if len(made.outputs) > 1 else result
 
     def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
-        if len(arguments) > len(self._parameters):
-            self._refuse(f"{len(arguments)} are given")
-        given = dict(zip(self._parameters, arguments, strict=False))
-        for name, argument in named.items():
-            if name not in self._parameters:
-                self._refuse(f"{name} is none of them")
-            if name in given:
-                self._refuse(f"{name} is given twice")
-            given[name] = argument
-        for name in self._parameters:
-            if name not in given:
-                self._refuse(f"{name} is missing")
-            if not isinstance(given[name], Tensor):
-                self._refuse(f"{name} is {given[name]!r}, which is not a tensor of a fusion")
-        return [given[name] for name in self._parameters]
+        signature = inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in self._parameters])
+        try:
+            given = signature.bind(*arguments, **named).arguments
+        except TypeError as error:
+            raise self._misuse(str(error)) from None
+        for name, argument in given.items():
+            if not isinstance(argument, Tensor):
+                raise self._misuse(f"{name} is {argument!r}, which is not a tensor of a fusion")
+        return list(given.values())
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise ProgramError.here(f"call: @{self.name} takes {', '.join(self._parameters)}; {why}")
+    def _misuse(self, why: str) -> ProgramError:
+        return ProgramError.here(f"call: @{self.name} takes {', '.join(self._parameters)}; {why}")
 
     def _traced(self, trace: _Trace) -> Fusion:
         if self not in trace.functions:
