@@ -42,34 +42,44 @@ class _Ranks:
     """Execution model of a fusion: each rank executes one op at a time."""
 
     def __init__(self, fusion: Fusion, times: Mapping[str, int]):
-        self.fusion, self.times = fusion, times
-        self.types = fusion.types
+        self.fusion, self.times, self.made = fusion, times, fusion.made
         self.on = {op.result.name: self._on(op) for op in fusion.ops}
+        self.busy: dict[int, int] = {}  # rank -> nanoseconds until the rank is free
+        self.done: dict[str, int] = {}  # value -> nanoseconds until the value is computed
 
     def _on(self, op: Op) -> frozenset[int]:
         """Ranks that execute an op. Empty for views, which cost nothing."""
-        meshes: Iterable[Mesh | None] = (self.types[name].mesh for name in (*op.tensors, op.result.name))
+        meshes: Iterable[Mesh | None] = (self.fusion.types[name].mesh for name in (*op.tensors, op.result.name))
         is_free = OPS[op.kind].is_view and op.kind not in TO_OTHER_MESHES
         return frozenset() if is_free else frozenset(rank for mesh in meshes for rank in (mesh or self.fusion.mesh).all_ranks)
 
+    def start(self, op: Op) -> int:
+        made = (self.done.get(name, 0) for name in op.tensors)
+        return max((*made, *(self.busy.get(rank, 0) for rank in self.on[op.result.name])), default=0)
+
+    def do(self, op: Op) -> None:
+        end = self.start(op) + self.times[op.result.name]
+        self.done[op.result.name] = end
+        self.busy.update(dict.fromkeys(self.on[op.result.name], end))
+
     def time_of(self, ops: Iterable[Op]) -> int:
         """Nanoseconds until the last op ends, if the ops run in the given order."""
-        state = _State(self)
+        self.busy, self.done = {}, {}
         for op in ops:
-            state.do(op)
-        return max(state.done.values(), default=0)
+            self.do(op)
+        return max(self.done.values(), default=0)
 
     def scheduled(self) -> tuple[Op, ...]:
         """List scheduling by earliest start. Among ops with the same start, a move comes first, and then the op with the shortest chain of
         dependent ops. So a backward pass precedes a later forward pass."""
-        behind, state, order, made = self.behind(), _State(self), list[Op](), self.fusion.made
+        behind, order, made = self.behind(), list[Op](), self.made
         sorter = TopologicalSorter({name: [operand for operand in op.tensors if operand in made] for name, op in made.items()})
         sorter.prepare()
         ready = [made[name] for name in sorter.get_ready()]  # in program order
         while ready:
-            op = min(ready, key=lambda op: (state.start(op), op.kind not in TO_OTHER_MESHES, behind[op.result.name]))
+            op = min(ready, key=lambda op: (self.start(op), op.kind not in TO_OTHER_MESHES, behind[op.result.name]))
             ready.remove(op)
-            state.do(op)
+            self.do(op)
             order.append(op)
             sorter.done(op.result.name)
             ready += [made[name] for name in sorter.get_ready()]
@@ -83,19 +93,3 @@ class _Ranks:
             for name in op.tensors:
                 result[name] = max(result.get(name, 0), result[op.result.name])
         return result
-
-
-class _State:
-    def __init__(self, ranks: _Ranks):
-        self.ranks = ranks
-        self.busy: dict[int, int] = {}
-        self.done: dict[str, int] = {}
-
-    def start(self, op: Op) -> int:
-        made = (self.done.get(name, 0) for name in op.tensors)
-        return max((*made, *(self.busy.get(rank, 0) for rank in self.ranks.on[op.result.name])), default=0)
-
-    def do(self, op: Op) -> None:
-        end = self.start(op) + self.ranks.times[op.result.name]
-        self.done[op.result.name] = end
-        self.busy.update(dict.fromkeys(self.ranks.on[op.result.name], end))
