@@ -4,7 +4,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise, product, zip_longest
+from itertools import pairwise, product
 from math import lcm, prod
 
 from hostweave.types.mesh import Mesh, Sizes, local_range
@@ -115,19 +115,14 @@ class Transfer:
         return Fraction(len(self.moved), shards * prod(self.sent))
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
-        """True if the transfer leads from `source` to `target`: each receiver gets each block once, from a rank that has the block."""
-        old, sources = source.mesh_in(program), _block_sources(source, target, program)
-        cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
-        return (
-            tuple(zip_longest(self.sent, self.received)) == cuts
-            and len(self.routes) == len(sources)
-            and {(route.receiver, route.received) for route in self.routes} == sources.keys()
-            and all(
-                route.sender in old.all_ranks
-                and sources[route.receiver, route.received] == (_shard_position(source, old, route.sender), route.sent)
-                for route in self.routes
-            )
-        )
+        """True if the transfer leads from `source` to `target`: each receiver gets each block once, from any rank that has the block."""
+        old, wanted = source.mesh_in(program), transfer(source, target, program)
+        held = {rank: _shard_position(source, old, rank) for rank in old.all_ranks}
+
+        def received(by: Transfer) -> object:
+            return by.sent, by.received, sorted((r.receiver, r.received, held.get(r.sender, (-1,)), r.sent) for r in by.routes)
+
+        return received(self) == received(wanted)
 
 
 @dataclass(frozen=True)
