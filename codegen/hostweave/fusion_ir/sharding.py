@@ -129,8 +129,15 @@ def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if `other` of the same label can be split like `dim`. A dim in `blocks` may have any size, because a rank has one block."""
-    return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
+    """True if the axes of `dim` can also split `other` of the same label: the sizes are equal, or the axes split both dims evenly.
+
+    A dim in `blocks` may have any size, because a rank has one block. In zigzag, a symbolic `other` must be a multiple of `dim`."""
+    if label in dict(indices.blocks) or dim.size == other.size:
+        return True
+    if isinstance(dim.axes, Zigzag) and not other.size.is_int:
+        times = other.size.divided_by(dim.size)
+        return times is not None and times.divisor == 1
+    return divides(dim.axes, dim, mesh) and divides(dim.axes, other, mesh)
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
@@ -164,14 +171,3 @@ def partial_axes(type: TensorType) -> Axes:
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
     """True if `axes` split the dim evenly, or if its size is symbolic."""
     return not dim.size.is_int or int(dim.size) % pieces(axes, mesh) == 0
-
-
-def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if the axes of `dim` can also split `other`: the sizes are equal, or the axes split both dims evenly. In zigzag, a symbolic
-    `other` must be a multiple of `dim`."""
-    if dim.size == other.size:
-        return True
-    if isinstance(dim.axes, Zigzag) and not other.size.is_int:
-        times = other.size.divided_by(dim.size)
-        return times is not None and times.divisor == 1
-    return divides(dim.axes, dim, mesh) and divides(dim.axes, other, mesh)

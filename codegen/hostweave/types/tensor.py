@@ -372,26 +372,20 @@ def local_outputs(
 
 
 def bind_sizes(
-    program: str,
-    mesh: Mesh,
-    inputs: Mapping[str, TensorType],
-    shapes: Mapping[str, Shape],
-    uneven: Container[str] | None = (),
+    program: str, mesh: Mesh, inputs: Mapping[str, TensorType], shapes: Mapping[str, Shape], uneven: Container[str] | None = ()
 ) -> dict[str, int]:
     """Values of the symbols that are dims of inputs. Raises ArgumentError if the shapes do not fit.
 
     Zigzag dims must divide evenly into pieces. Other sharded dims must divide evenly among ranks, unless `uneven` is None. A size that is
     an int, or a single factor with a symbol in `uneven`, need not divide evenly.
     """
-    sizes: dict[str, int] = {}
-    bound_by: dict[str, str] = {}
+    bound: dict[str, tuple[int, str]] = {}  # symbol -> value, and the input that determines it
     for name, type_ in inputs.items():
         for dim_size, size in zip(type_.shape, shapes[name], strict=True):
-            if symbol := dim_size.name:
-                if sizes.setdefault(symbol, size) != size:
-                    other, known = bound_by[symbol], sizes[symbol]
-                    raise ArgumentError(f"{program}: {name}: {dim_size} is {size} here and {known} in {other}; pass arrays that agree")
-                bound_by.setdefault(symbol, name)
+            known, other = bound.setdefault(dim_size.name, (size, name)) if dim_size.name else (size, name)
+            if known != size:
+                raise ArgumentError(f"{program}: {name}: {dim_size} is {size} here and {known} in {other}; pass arrays that agree")
+    sizes = {symbol: size for symbol, (size, _) in bound.items()}
     for name, type_ in inputs.items():
         for index, (dim, size) in enumerate(zip(type_.dims, shapes[name], strict=True)):
             where = f"{program}: {name}: dim {index}"

@@ -68,11 +68,7 @@ def _numbered(trace: _Trace, outputs: Sequence[Tensor]) -> Fusion:
     numbers = tuple(output._value.name for output in outputs)
     needed = trace.needed_for(outputs)
     made = [(tensor._op, tensor._value) for number, tensor in trace.tensors.items() if tensor._op is None or number in needed]
-    ops = tuple(
-        Op(op.kind, op.operands, value, op.attributes, op.location, callee=op.callee, user_kernel=op.user_kernel)
-        for op, value in made
-        if op
-    )
+    ops = tuple(replace(op, result=value) for op, value in made if op)
     return Fusion("numbered", trace.mesh, tuple(value for op, value in made if op is None), ops, numbers)
 
 
