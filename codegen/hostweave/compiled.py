@@ -100,7 +100,7 @@ class Compiled:
             raise ProgramError(f"{self.host.name}: was compiled from host IR, which is only for {self.host.mesh}; omit ranks=")
         mesh = self.given.mesh.with_sizes(ranks)
         if figures.hosts_of(mesh.all_ranks) > 1:
-            figures = figures.without_peers("the ranks are on several hosts")
+            figures = replace(figures, no_peers="the ranks are on several hosts")
         options = replace(self.options, check=False, choices={}, windows=(), machine=figures)
         return compiled(on_mesh(self.given, mesh), self.target.name, options)
 

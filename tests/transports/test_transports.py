@@ -60,7 +60,7 @@ def test_a_channel_uses_the_first_transport_that_supports_its_calls() -> None:
             host = lower(fusion, Options(sizes=sizes if fusion is chosen else {}, machine=machine))
             assert {channel.transport.name for channel in host.channels} == {by}
             check(host)
-    host = lower(chosen, Options(sizes=sizes, machine=H200.without_peers("here")))
+    host = lower(chosen, Options(sizes=sizes, machine=replace(H200, no_peers="here")))
     assert {channel.transport.name for channel in host.channels} == {"two_sided"}
 
 

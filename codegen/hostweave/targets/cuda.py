@@ -78,7 +78,7 @@ class _Cuda(Target):
         for scaling in SCALINGS:
             machine = machine.without_scales(scaling, why) if (why := why_no_scales(scaling)) else machine
         if why := why_no_peers(ranks):
-            return machine.without_peers(why)
+            return replace(machine, no_peers=why)
         for name in NAMES:
             machine = machine.without(name, why) if (why := self.why_not(find_transport(name))) else machine
         return machine

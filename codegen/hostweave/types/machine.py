@@ -108,9 +108,6 @@ class Machine:
     def without(self, transport: str, why: str) -> Machine:
         return replace(self, refused=(*self.refused, (transport, why)))
 
-    def without_peers(self, why: str) -> Machine:
-        return replace(self, no_peers=why)
-
     def without_scales(self, scaling: str, why: str) -> Machine:
         return replace(self, no_scales=(*self.no_scales, (scaling, why)))
 

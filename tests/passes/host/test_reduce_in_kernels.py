@@ -42,7 +42,7 @@ def test_a_small_all_reduce_is_fused_with_its_consumer() -> None:
     [
         (1 << 20, hw.Options()),
         (4, hw.Options(transport="two_sided")),
-        (4, hw.Options(machine=H200.without_peers("the ranks are on several hosts"))),
+        (4, hw.Options(machine=replace(H200, no_peers="the ranks are on several hosts"))),
     ],
     ids=["large", "two-sided", "no peer memory"],
 )

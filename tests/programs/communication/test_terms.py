@@ -99,7 +99,7 @@ def test_all_reduces_by_nccl() -> None:
         (reduced(ranks=16), Options()),
         (reduced(), Options(transport="two_sided")),
         (reduced(), Options(transport="one_sided")),
-        (reduced(), Options(machine=H200.without_peers("here"))),
+        (reduced(), Options(machine=replace(H200, no_peers="here"))),
     ):
         assert not launches(lower(fusion, options)), str(fusion)
     most = most_in_kernel(H200, "all_reduce", 2)
