@@ -140,7 +140,7 @@ def attention(
     scores = _scores(query, key, group, factor, bias)
     weights, lse = _softmax_of(scores, _seen(scores, causal, window, lengths, offsets), bool(masks))
     result = _worded("attention", _weighted(weights, query, value, group))
-    return result, _worded("lse", hw.reshape(hw.astype(lse, f32), *map(str, query.type.shape[:-1])))
+    return result, _worded("lse", hw.reshape(hw.astype(lse, f32), *query.type.shape[:-1]))
 
 
 @checked
@@ -207,7 +207,7 @@ def attention_backward(
         weights = hw.astype(weights, query.dtype)
         v, k, q = hw.matmul(hw.transpose(weights, -2, -1), given), hw.matmul(hw.transpose(changes, -2, -1), q), hw.matmul(changes, k)
         if group > 1:
-            k, v, q = hw.sum(k, -3), hw.sum(v, -3), hw.reshape(q, *map(str, query.type.shape))
+            k, v, q = hw.sum(k, -3), hw.sum(v, -3), hw.reshape(q, *query.type.shape)
         found = [q, k, v, *([] if bias is None else [hw.astype(_of_bias(of_scores, query, key, bias), bias.dtype)])]
     return tuple(_worded(kind.removeprefix("attention_"), gradient) for kind, gradient in zip(GRADIENTS, found, strict=False))
 
@@ -215,10 +215,10 @@ def attention_backward(
 def _of_bias(of_scores: Tensor, query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
     """Sums the gradient of the scores over the dims along which the bias broadcasts."""
     scores, dims = (*query.type.shape[:-1], key.type.shape[-2]), bias.type.shape
-    x = hw.reshape(of_scores, *map(str, scores))
+    x = hw.reshape(of_scores, *scores)
     leading = len(scores) - len(dims)
     once = [dim for dim, size in enumerate(scores) if dim < leading or (dims[dim - leading] == Size() and size != Size())]
-    return hw.reshape(hw.sum(x, tuple(once)), *map(str, dims)) if once else x
+    return hw.reshape(hw.sum(x, tuple(once)), *dims) if once else x
 
 
 def _check_causal(causal: str | None, window: int | None) -> None:
@@ -233,7 +233,7 @@ def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
     if group == 1:
         return x
     shape = x.type.shape
-    return hw.reshape(x, *map(str, (*shape[:-3], key.type.shape[-3], group, *shape[-2:])))
+    return hw.reshape(x, *shape[:-3], key.type.shape[-3], group, *shape[-2:])
 
 
 def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:
@@ -306,7 +306,7 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     columns = key.type.shape[-2]
     if bias.ndim < 2 or bias.type.shape[-1] != columns:
         leading = bias.type.shape[:-1] if bias.ndim > 1 else (Size(),)
-        bias = hw.broadcast_to(bias, *map(str, (*leading, columns)))
+        bias = hw.broadcast_to(bias, *leading, columns)
     return bias
 
 
@@ -325,7 +325,7 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
 
 def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
     result = _worded("attention", hw.matmul(hw.astype(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
-    return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
+    return hw.reshape(result, *query.type.shape[:-1], value.type.shape[-1]) if group > 1 else result
 
 
 def _check_masks(
@@ -344,4 +344,4 @@ def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:
         return mask
     shape = mask.type.shape
     split = (Size(), Size()) if shape[-3] == Size() else (heads, group)
-    return hw.reshape(mask, *map(str, (*shape[:-3], *split, *shape[-2:])))
+    return hw.reshape(mask, *shape[:-3], *split, *shape[-2:])

@@ -226,7 +226,7 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
         raise ProgramError.here(f"quantize: {x.type} is not a tensor of floats with rows; use hw.astype, and hw.reshape")
     shape = x.type.shape
     split = _in_blocks(shape, scaling)
-    wide = _wide(hw.reshape(x, *map(str, split)) if split != shape else x)
+    wide = _wide(hw.reshape(x, *split) if split != shape else x)
     inner: tuple[int, ...] = (wide.ndim - 3, wide.ndim - 1) if scaling == "block2d" else (wide.ndim - 1,)
     scales = tuple(Size() if i in inner or scaling == "tensor" else size for i, size in enumerate(split))
     merged = {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)
@@ -236,15 +236,15 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
 
     def divided(by: Tensor) -> Tensor:
         values = _worded("quantized", hw.astype(wide / hw.astype(by, wide.dtype), dtype))
-        return hw.reshape(values, *map(str, shape)) if split != shape else values
+        return hw.reshape(values, *shape) if split != shape else values
 
     top = hw.max(hw.abs(wide), inner, keepdims=True)
-    given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
+    given = None if scale is None else divided(hw.reshape(scale, *scales) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
         # Rows are reduced first, so that the kernel of a preceding norm can compute the maxima of rows.
         top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)
     own = _worded("scale", hw.astype(hw.maximum(top, LEAST_MAGNITUDE) / LARGEST[dtype], f32))
-    return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
+    return divided(own) if given is None else given, hw.reshape(own, *merged) if scales != merged else own
 
 
 def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
@@ -283,13 +283,13 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
             raise ProgramError.here(f"rotary_embedding: {name} is {table.type}, and x {x.type}; pass one element per pair: [S, {half}]")
     of_pair = x.ndim if interleaved else x.ndim - 1  # index of the new dim: the two elements of a pair
     split = (half, Size(2)) if interleaved else (Size(2), half)
-    pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
+    pairs = hw.reshape(x, *x.type.shape[:-1], *split)
     before = [slice(None)] * of_pair
     first, second = (_wide(pairs[(*before, slice(i, i + 1))]) for i in (0, 1))
     c, s = (hw.expand_dims(hw.astype(table, first.dtype), -1 if interleaved else -2) for table in (cos, sin))
     both = first * c - second * s, second * c + first * s
     turned = hw.where(hw.iota(pairs, of_pair) == 0, *both) if interleaved else hw.concat(both, of_pair)
-    return hw.reshape(_worded("rotary", hw.astype(turned, x.dtype)), *map(str, x.type.shape))
+    return hw.reshape(_worded("rotary", hw.astype(turned, x.dtype)), *x.type.shape)
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def _product(a: Tensor, of_a: DimLabels, b: Tensor, of_b: DimLabels, result: Dim
         return _arranged(made, (*batch, *rows, *columns), result)
     shape = b.type.shape[b.ndim - len(columns) :]
     if len(columns) > 1:
-        b = hw.reshape(b, *map(str, (*b.type.shape[: b.ndim - len(columns)], product(shape))))
+        b = hw.reshape(b, *b.type.shape[: b.ndim - len(columns)], product(shape))
     b = hw.expand_dims(b, b.ndim) if not columns else b
     b = hw.expand_dims(b, tuple(range(len(batch), len(batch) + len(rows) - 1))) if batch and len(rows) > 1 else b
     a = hw.expand_dims(a, len(batch)) if not rows else a
@@ -133,7 +133,7 @@ def _product(a: Tensor, of_a: DimLabels, b: Tensor, of_b: DimLabels, result: Dim
     ones = [*([len(batch)] if not rows else []), *([made.ndim - 1] if not columns else [])]
     made = reduce(lambda x, dim: x[(slice(None),) * dim + (0,)], reversed(ones), made)
     if len(columns) > 1:
-        made = hw.reshape(made, *map(str, (*made.type.shape[:-1], *shape)))
+        made = hw.reshape(made, *made.type.shape[:-1], *shape)
     return _arranged(made, (*batch, *rows, *columns), result)
 
 

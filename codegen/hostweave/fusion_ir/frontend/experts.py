@@ -11,7 +11,7 @@ from hostweave.fusion_ir.frontend.composites import _called
 from hostweave.fusion_ir.frontend.functions import SizeLike, _size_of
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
-from hostweave.types.size import Size, product
+from hostweave.types.size import Size
 from hostweave.types.tensor import INTS, Dim, DType, TensorType, f32, i32, i64
 
 
@@ -81,7 +81,7 @@ def nonzero(x: Tensor, size: SizeLike, fill_value: int = -1) -> Tensor:
         raise ProgramError.here(f"nonzero: {x.type} has no dims; use hw.reshape(x, 1)")
     if not wanted.is_int:
         raise ProgramError.here(f"nonzero: size={size} is not an int; write the upper bound of the number of rows")
-    flat = hw.reshape(x, str(product(x.type.shape))) if x.ndim > 1 else x
+    flat = hw.reshape(x, -1) if x.ndim > 1 else x
     is_there = flat if flat.dtype.kind == "bool" else flat != 0
     length, count = flat.type.shape[0], int(wanted)
     if length.is_int and int(length) < count:
@@ -116,9 +116,8 @@ def repeat_interleave(x: Tensor, repeats: Tensor | int, axis: Axis = 0, total: S
         if repeats < 1:
             raise ProgramError.here(f"repeat_interleave: repeats={repeats} leaves no elements; repeat at least once")
         wide = hw.expand_dims(x, axis + 1)
-        shape = [str(each) for each in x.type.shape]
-        spread = hw.broadcast_to(wide, *shape[: axis + 1], repeats, *shape[axis + 1 :])
-        return hw.reshape(spread, *shape[:axis], str(size * repeats), *shape[axis + 1 :])
+        before, after = x.type.shape[:axis], x.type.shape[axis + 1 :]
+        return hw.reshape(hw.broadcast_to(wide, *before, size, repeats, *after), *before, size * repeats, *after)
     if total is None:
         raise ProgramError.here("repeat_interleave: the size of the result is unknown at compile time; pass its upper bound as total=")
     if repeats.dtype.kind not in INTS or repeats.type.shape != (size,):
@@ -188,18 +187,18 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
             raise ProgramError.here(f"moe_routing: {why}; pad the tokens, or omit capacity=")
         room = _size_of(capacity, "moe_routing")
         ids, rows = _with_room(hw.astype(ids, i32), room, num_experts, split, ranks), room * ranks
-    flat = hw.astype(_on_all_ranks(hw.reshape(ids, str(total))), i32)  # gathered before the cast, which is then part of the next kernel
-    local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, str(total))
+    flat = hw.astype(_on_all_ranks(hw.reshape(ids, total)), i32)  # gathered before the cast, which is then part of the next kernel
+    local = hw.reshard(flat - hw.expand_dims(number * own, 1), split, total)
     is_own = (local >= 0) & (local < own)
     found = record("group_order", hw.where(is_own, local, own), axis=1, groups=own)
-    ends, both = found[:, :own], hw.reshape(found[:, own:], ranks, 2, str(total))
+    ends, both = found[:, :own], hw.reshape(found[:, own:], ranks, 2, total)
     order, positions = both[:, 0], both[:, 1]
     if capacity is not None:
         slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
         last = hw.iota(flat, 0, i64)[-1:]
         order = indices.take_along_axis(order, hw.minimum(hw.expand_dims(slot, 0), last), 1)
         order = hw.where(hw.iota(order, 1, i32) < ends[:, -1:], order, 0)  # unused rows all read row 0, which stays in the cache
-    of_choices = ranks, str(experts.type.shape[0]), choices
+    of_choices = ranks, experts.type.shape[0], choices
     positions, is_own = hw.reshape(positions, *of_choices), hw.reshape(is_own, *of_choices)
     return Routing(ends, rows, names, ranks, choices, order, positions, is_own)
 
@@ -207,7 +206,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
 def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int) -> Tensor:
     """Replaces the expert of each choice beyond the capacity by `num_experts`, which no rank has."""
     length = ids.type.shape[0] // ranks * ids.type.shape[1]
-    own = hw.reshard(hw.reshape(ids, ranks, str(length)), split, str(length))
+    own = hw.reshard(hw.reshape(ids, ranks, length), split, length)
     # index of each choice when the rank's choices are sorted by expert
     positions = record("inverse_order", indices.argsort(own, 1), axis=1)
     target = own // (num_experts // ranks)
@@ -216,7 +215,7 @@ def _with_room(ids: Tensor, room: Size, num_experts: int, split: str, ranks: int
     begins = indices.cumsum(to_ranks, 1) - to_ranks  # [R, R]: index of the first choice for each destination rank
     earlier = positions - indices.take_along_axis(begins, target, 1)
     has_room = earlier < (int(room) if room.is_int else record("iota", target=TensorType(i64, (Dim(room),)), beside=own)[-1] + 1)
-    return hw.reshape(hw.where(has_room, own, num_experts), *map(str, ids.type.shape))
+    return hw.reshape(hw.where(has_room, own, num_experts), *ids.type.shape)
 
 
 @_called("dispatched")
@@ -284,7 +283,7 @@ def _rows_of_choices(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _on_all_ranks(x: Tensor) -> Tensor:
-    return hw.reshard(x, *map(str, x.type.shape))
+    return hw.reshard(x, *x.type.shape)
 
 
 def _on_own_rank(x: Tensor, routing: Routing) -> Tensor:

@@ -369,7 +369,7 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
     for number in sorted(gone):
         if x.type.shape[number] != Size():
             raise ProgramError.here(f"squeeze: dim {number} of {x.type} does not have size 1; select one index, or reduce the dim")
-    return hw.reshape(x, *(str(size) for i, size in enumerate(x.type.shape) if i not in gone)) if gone else x
+    return hw.reshape(x, *(size for i, size in enumerate(x.type.shape) if i not in gone)) if gone else x
 
 
 @_called("cross_entropy")
