@@ -189,23 +189,13 @@ def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: in
     elif steps.owner is not None and value.type.dims[dim].axes:
         index = steps.subchunk
     if steps.rows is not None:
-        shards = steps.shards_in(value, dim) if steps.owner is not None else 1
-        first = _first_row(steps, steps.rows, builder.types[buffer].shape[dim] // shards, shards)
+        first = (steps.index if steps.owner is None else steps.subchunk) * expr_of(steps.rows) + steps.start
+        if steps.owner is not None and (shards := steps.shards_in(value, dim)) > 1:
+            first = steps.owner * expr_of(builder.types[buffer].shape[dim] // shards) + first
         return builder.slice(buffer, dim, steps.rows, first, wanted)
     if steps.drops_dim and not keeps_dim:
         return builder.select(buffer, dim, index, wanted)
     return builder.chunk(buffer, dim, index, steps.subchunks_of(value, dim), wanted)
-
-
-def _first_row(steps: LoopSteps, rows: Size, shard: Size, shards: int) -> Expr:
-    """First local row of a chunk of `rows` rows, in a local tensor of `shards` shards."""
-    index: Expr = Const(0)
-    if steps.owner is None:
-        index = steps.index
-    elif steps.subchunks != Size():
-        index = steps.subchunk
-    first = index * expr_of(rows) + steps.start
-    return steps.owned_by * expr_of(shard) + first if shards > 1 else first
 
 
 def chunk_shape(steps: LoopSteps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
