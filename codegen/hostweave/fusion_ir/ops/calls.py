@@ -147,27 +147,22 @@ def _of_no_numpy(np: Any, *arrays: Any, **_: Any) -> Any:
     raise ArgumentError("kernel: NumPy cannot compute the user's C++; compare the program with a NumPy function that you write")
 
 
-def _stated_by_function(types: Types, op: Op) -> tuple[TensorType, Types]:
-    return _first_type(op), _taken_types(op)
-
-
-def _stated_by_source(types: Types, op: Op) -> tuple[TensorType, Types]:
-    assert op.user_kernel is not None
-    return op.user_kernel.outputs[0], op.user_kernel.inputs
-
-
-def _stated_by_result(types: Types, op: Op) -> tuple[TensorType, Types]:
+def _stated(types: Types, op: Op) -> tuple[TensorType, Types]:
+    if op.user_kernel:
+        return op.user_kernel.outputs[0], op.user_kernel.inputs
+    if calls(op):
+        return _first_type(op), _taken_types(op)
     return (result_type(op, op[INDEX]) if op.callee else op.result.type), types
 
 
-OPS["call"] = OpDef(None, _call, opaque, lambda np, *arrays, run: run(*arrays), stated=_stated_by_function)
+OPS["call"] = OpDef(None, _call, opaque, lambda np, *arrays, run: run(*arrays), stated=_stated)
 OPS["repeat"] = OpDef(
     None,
     _repeat,
     opaque,
     lambda np, *arrays, run, **_: run(*arrays),
     (DEPTH, EACH, LAGGED, CARRIED, RETURNED, BACKWARD),
-    stated=_stated_by_function,
+    stated=_stated,
 )
-OPS["kernel"] = OpDef(None, _kernel, opaque, _of_no_numpy, stated=_stated_by_source, whole="made")
-OPS["output"] = OpDef(1, _output, opaque, _of_no_numpy, (INDEX, DEPTH), "shape", stated=_stated_by_result, whole="made")
+OPS["kernel"] = OpDef(None, _kernel, opaque, _of_no_numpy, stated=_stated, whole="made")
+OPS["output"] = OpDef(1, _output, opaque, _of_no_numpy, (INDEX, DEPTH), "shape", stated=_stated, whole="made")
