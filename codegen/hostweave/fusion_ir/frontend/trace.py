@@ -130,20 +130,18 @@ class Tensor:
         if self._value.stream is not None:
             raise ProgramError.here("stream: the value is already streamed; stream one dim only")
         number = dim_of(self, dim, "stream")
-        self._check_stream(self._op, number, chunks)
+        if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
+            raise ProgramError.here(f"stream: chunks={chunks!r} must be an int of at least 1")
+        if why := Stream(number, chunks).too_many(self.type.shape[number]):
+            raise ProgramError.here(f"stream: {why}")
+        if how := needs_whole(replace(self._op, result=self._value), operand_types(self._op, self._trace.types), number):
+            kind = f"{'an' if self._op.kind[0] in 'aeiou' else 'a'} {self._op.kind}"
+            why = f"dim {number} of {self.type} is {how} by {kind}, so no loop can iterate over it"
+            raise ProgramError.here(f"stream: {why}; stream an earlier tensor")
         if chunking is not None and chunking not in CHUNKINGS:
             raise ProgramError.here(f"stream: there is no chunking={chunking!r}; {did_you_mean(chunking, CHUNKINGS)}")
         self._value = replace(self._value, stream=Stream(number, chunks, chunking, algorithm))
         return self
-
-    def _check_stream(self, op: Op, dim: int, chunks: int | None) -> None:
-        if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
-            raise ProgramError.here(f"stream: chunks={chunks!r} must be an int of at least 1")
-        if why := Stream(dim, chunks).too_many(self.type.shape[dim]):
-            raise ProgramError.here(f"stream: {why}")
-        if how := needs_whole(replace(op, result=self._value), operand_types(op, self._trace.types), dim):
-            why = f"dim {dim} of {self.type} is {how} by {'an' if op.kind[0] in 'aeiou' else 'a'} {op.kind}, so no loop can iterate over it"
-            raise ProgramError.here(f"stream: {why}; stream an earlier tensor")
 
     @property
     def T(self) -> Tensor:

@@ -103,7 +103,7 @@ class _Apart(OpRewriter):
             x, *others = op.tensors
             operands = (x, *(self.split(other, ranks) for other in others))
         if op.kind == "slice":
-            op = replace(op, attributes=tuple((key, value + 1 if key == AXIS.name else value) for key, value in op.attributes))  # type: ignore[operator]
+            op = op.with_attribute(AXIS, op[AXIS] + 1)
         type = replace(op.result.type, dims=(Dim(Size(ranks)), *op.result.type.dims))
         if name not in self.last:
             self.emit(replace(op, operands=operands, result=replace(op.result, type=type)))

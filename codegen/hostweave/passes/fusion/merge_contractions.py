@@ -39,10 +39,6 @@ class _Merged:
 
 
 class _Merging(OpRewriter):
-    def __init__(self, fusion: Fusion):
-        super().__init__(fusion)
-        self.made = fusion.made
-
     def add(self, op: Op) -> None:
         if CONTRACTED in OPS[op.kind].attributes and op[CONTRACTED] == 1 and len(op.tensors) == 2:
             a, b = map(self.merged, op.tensors)
@@ -54,7 +50,7 @@ class _Merging(OpRewriter):
 
     def merged(self, name: str) -> _Merged:
         """Follows permutations and merges of dims to their source, but not through chunk loops and stated shardings."""
-        op = self.made.get(name)
+        op = self.fusion.made.get(name)
         unmerged = _Merged(name, tuple((dim,) for dim in range(len(self.types[name].dims))))
         if op is None or op.kind not in ("reshape", "permute_dims") or op.result.stream or op.result.pinned:
             return unmerged
