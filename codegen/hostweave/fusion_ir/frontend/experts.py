@@ -36,15 +36,11 @@ def grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """
     if offsets.ndim not in (1, 2) or offsets.dtype != i32:
         raise ProgramError.here(f"grouped_matmul: offsets are {offsets.type}, not i32 [E]; use hw.astype or hw.reshape")
-    starts = _before(offsets)
+    # a group begins at the end of the previous group
+    starts = offsets * 0 if offsets.type.shape[-1] == Size() else hw.pad(offsets[..., :-1], (1, 0))
     if b.ndim == a.ndim == offsets.ndim + 1:
         return record("grouped_outer", hw.transpose(a, -2, -1), b, starts, offsets)
     return record("grouped_matmul", a, b, starts, offsets)
-
-
-def _before(ends: Tensor) -> Tensor:
-    """Starts of the groups, from their ends."""
-    return ends * 0 if ends.type.shape[-1] == Size() else hw.pad(ends[..., :-1], (1, 0))
 
 
 @_called("counts")
