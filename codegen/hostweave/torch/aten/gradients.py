@@ -15,26 +15,7 @@ from hostweave.torch.plan import axes_of
 from hostweave.types.size import product
 from hostweave.types.tensor import Dim, TensorType
 
-# --- pointwise --------------------------------------------------------------------------------------------------------
-
-
-TABLE |= {
-    "tanh_backward.default": lambda result, dy, y: dy * (1 - y * y),
-    "sigmoid_backward.default": lambda result, dy, y: dy * y * (1 - y),
-    "threshold_backward.default": lambda result, dy, x, threshold: hw.where(x <= threshold, 0, dy),
-}
-
-
-@aten("gelu_backward.default")
-def _gelu(result: Result, dy: hw.Tensor, x: hw.Tensor, approximate: str = "none") -> hw.Tensor:
-    dy, x = wide(dy, result), wide(x, result)
-    if approximate == "tanh":
-        k = math.sqrt(2 / math.pi)
-        t = hw.tanh(k * (x + 0.044715 * x * x * x))
-        slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x)
-    else:
-        slope = 0.5 * (1 + hw.erf(x * math.sqrt(0.5))) + x * hw.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-    return cast(dy * slope, result.dtype)
+TABLE["threshold_backward.default"] = lambda result, dy, x, threshold: hw.where(x <= threshold, 0, dy)
 
 
 @aten("hostweave.dropout.default")
@@ -73,13 +54,7 @@ def _random(
     return _as_drawn(full(Result((torch.float32,), result.shapes, seed), 0) if like is None else like, draw)
 
 
-# --- softmax, norms ---------------------------------------------------------------------------------------------------
-
-
-@aten("_softmax_backward_data.default")
-def _softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = None) -> hw.Tensor:
-    dy, y = wide(dy, result), wide(y, result)
-    return cast(y * (dy - hw.sum(dy * y, dim, keepdims=True)), result.dtype)
+# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def _last_dims(x: hw.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -74,13 +74,6 @@ TABLE |= {
 }
 
 
-@aten("_safe_softmax.default")
-def _safe_softmax(result: Result, x: hw.Tensor, dim: int, dtype: Any = None) -> hw.Tensor:
-    """Softmax, with zeros for rows of -inf."""
-    x = cast(x, result.dtype)
-    return hw.where(hw.max(x, dim, True) == -math.inf, 0, hw.softmax(x, dim))
-
-
 def _norm(function: Callable[..., hw.Tensor], x: hw.Tensor, shape: Sequence[int], *scales: hw.Tensor | None, eps: float) -> hw.Tensor:
     """Normalises over the last dims."""
     if len(shape) == 1:

@@ -222,9 +222,3 @@ def _cross_entropy(
     result: Result, logits: hw.Tensor, target: hw.Tensor, weight: Any = None, reduction: int = 1, ignore: int = -100, smoothing: float = 0.0
 ) -> hw.Tensor:
     return cast(hw.cross_entropy(logits, target, ignore, ("none", "mean", "sum")[reduction]), result.dtype)
-
-
-@aten("mse_loss.default")
-def _mse_loss(result: Result, a: hw.Tensor, b: hw.Tensor, reduction: int = 1) -> hw.Tensor:
-    squares = (a - b) * (a - b)
-    return squares if reduction == 0 else hw.mean(squares) if reduction == 1 else hw.sum(squares)
