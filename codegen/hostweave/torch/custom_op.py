@@ -8,7 +8,7 @@ import torch
 from hostweave.api import Program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import current
-from hostweave.torch.aten import DTYPES
+from hostweave.torch.aten.table import TORCH_DTYPES
 from hostweave.types.tensor import bind_sizes, global_shape, local_outputs
 
 
@@ -34,10 +34,8 @@ def as_torch_op(program: Program, name: str) -> Any:
     host = program.host
     if donated := [output.memory for output in host.results if output.memory]:
         raise ArgumentError(f"as_torch_op: {program.name} donates {', '.join(donated)}; a torch op cannot change its inputs; remove donate")
-    types = {dtype: of for of, dtype in DTYPES.items()}
     parameters = ", ".join(f"Tensor {parameter.name}" for parameter in host.arguments)
-    results = ["Tensor"] * len(host.results)
-    schema = f"({parameters}) -> {results[0] if len(results) == 1 else '(' + ', '.join(results) + ')'}"
+    schema = f"({parameters}) -> ({', '.join(['Tensor'] * len(host.results))})"
 
     def call(*arrays: torch.Tensor) -> Any:
         made = program(*arrays) if current() else program.run(*arrays)
@@ -52,7 +50,8 @@ def as_torch_op(program: Program, name: str) -> Any:
         else:
             sizes = bind_sizes(program.name, program.mesh, inputs, given, None)
             shapes = [global_shape(type_, sizes) for type_ in outputs]
-        made = tuple(arrays[0].new_empty(shape, dtype=types[output.type.dtype]) for output, shape in zip(host.results, shapes, strict=True))
+        pairs = zip(outputs, shapes, strict=True)
+        made = tuple(arrays[0].new_empty(shape, dtype=TORCH_DTYPES[output.dtype]) for output, shape in pairs)
         return made if len(made) > 1 else made[0]
 
     made = torch.library.custom_op(name, call, mutates_args=(), schema=schema)

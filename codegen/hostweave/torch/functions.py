@@ -18,7 +18,7 @@ import hostweave as hw
 from hostweave.base.errors import Location, ProgramError, stated_location
 from hostweave.fusion_ir.frontend.remedies import instead_of
 from hostweave.torch.aten import computed
-from hostweave.torch.aten.table import torch_dtype
+from hostweave.torch.aten.table import TORCH_DTYPES
 from hostweave.torch.exported import TORCH, decompositions, tracing
 from hostweave.torch.graph import is_known, recorded
 from hostweave.torch.nodes import is_size, op_of, size_of
@@ -65,7 +65,7 @@ class _Sizes:
 
     def fake(self, x: hw.Tensor) -> torch.Tensor:
         with self._mode:
-            return torch.empty([dim.size.bind(self.numbers) for dim in x.type.dims], dtype=torch_dtype(x), device="meta")
+            return torch.empty([dim.size.bind(self.numbers) for dim in x.type.dims], dtype=TORCH_DTYPES[x.dtype], device="meta")
 
     @property
     def are_decisive(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.aten.shapes import padded, part
-from hostweave.torch.aten.table import Result, aten, cast, torch_dtype, wide
+from hostweave.torch.aten.table import TORCH_DTYPES, Result, aten, cast, wide
 from hostweave.torch.windows import each
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
@@ -75,7 +75,7 @@ class _Kernel:
         else:
             y = hw.matmul(hw.reshape(weight, out, int(channels) * taps), hw.reshape(seen, batch, int(channels) * taps, _count(outs)))
         y = hw.reshape(y, batch, out, *outs)
-        made: hw.Tensor = y if bias is None else y + cast(hw.reshape(bias, -1, *(1 for _ in outs)), torch_dtype(y))
+        made: hw.Tensor = y if bias is None else y + cast(hw.reshape(bias, -1, *(1 for _ in outs)), TORCH_DTYPES[y.dtype])
         return cast(made, result.dtype)
 
     def weights(self, result: Result, x: hw.Tensor, dy: hw.Tensor, shape: SizePerDim) -> hw.Tensor:

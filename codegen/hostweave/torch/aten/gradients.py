@@ -215,8 +215,7 @@ TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes
 
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
-    """x * cos + rotate_half(x) * sin, at least in f32. With `back`, computes the gradient of the input from x, the gradient of the
-    result."""
+    """x * cos + rotate_half(x) * sin, at least in f32. With `back`, x is the gradient of the result, and the result that of the input."""
     halves = []
     for whole in (x, cos, sin):
         pairs = hw.reshape(whole, *whole.shape[:-1], 2, int(x.shape[-1]) // 2)

@@ -24,6 +24,7 @@ Number = int | float | bool
 GivenSizes = tuple[int | str, ...]
 
 DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.long_name): dtype for dtype in BY_NAME.values()}
+TORCH_DTYPES = {dtype: of for of, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,12 @@ def wide(x: T, result: Result) -> T:
     return cast(x, torch.promote_types(result.dtype, torch.float32))
 
 
-def torch_dtype(x: hw.Tensor) -> torch.dtype:
-    return next(name for name, dtype in DTYPES.items() if dtype == x.dtype)
-
-
 def common_dtype(a: Any, b: Any) -> torch.dtype:
     """Dtype in which torch combines two operands."""
     if isinstance(a, hw.Tensor) and isinstance(b, hw.Tensor):
-        return torch.promote_types(torch_dtype(a), torch_dtype(b))
+        return torch.promote_types(TORCH_DTYPES[a.dtype], TORCH_DTYPES[b.dtype])
     tensor, number = (a, b) if isinstance(a, hw.Tensor) else (b, a)
-    return torch.result_type(torch.empty(1, dtype=torch_dtype(tensor)), number)
+    return torch.result_type(torch.empty(1, dtype=TORCH_DTYPES[tensor.dtype]), number)
 
 
 def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
