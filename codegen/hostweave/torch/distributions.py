@@ -29,8 +29,7 @@ _exponential = partial(_filled, torch.rand_like, lambda u, rate=1.0: -torch.log1
 
 
 def multinomial(weights: torch.Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> torch.Tensor:
-    """Draws indices with probabilities proportional to the weights. Each weight is divided by an exponential random number, and the largest
-    ratios win."""
+    """Draws indices with probabilities proportional to the weights: the largest quotients of weights and exponential random numbers win."""
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     if apart := replacement or count == 1:
         weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], count, -1)
@@ -64,8 +63,7 @@ DISTRIBUTIONS: dict[Any, Callable[..., Any]] = {
     aten.rrelu_with_noise_functional.default: rrelu,
     aten.uniform.default: _uniform,
     aten.bernoulli.default: lambda x, generator=None: _filled(torch.rand_like, torch.lt, x, x, generator=generator),
-    aten.bernoulli.p: partial(_filled, torch.rand_like, torch.lt),
-    aten.bernoulli.Tensor: partial(_filled, torch.rand_like, torch.lt),
+    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli.Tensor), partial(_filled, torch.rand_like, torch.lt)),
     aten.normal.float_float: _normal_of_size,
     aten.normal.Tensor_Tensor: lambda mean, std, generator=None: _normal(mean + 0 * std, mean, std, generator),
     aten.normal.Tensor_float: lambda mean, std=1.0, generator=None: _normal(mean, mean, std, generator),

@@ -14,8 +14,7 @@ _FAR = 25.0  # from here on, asymptotic expansions have an error below 1e-7
 
 
 def _in_float32(function: Callable[..., Any], x: Any, *others: Any) -> Any:
-    """Rule that computes in float32, and refuses float64 and complex operands. The result has the dtype of the first float operand, or
-    float32 for ints."""
+    """Rule that computes in float32, and refuses float64 and complex operands. Results have the dtype of the first float, or float32."""
     given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
     if any(one.dtype == torch.float64 or one.is_complex() for one in given):
         return NotImplemented
@@ -28,8 +27,7 @@ def _in_float32(function: Callable[..., Any], x: Any, *others: Any) -> Any:
 
 
 def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
-    """Mean of `term(x, angle)` over angles from 0 to pi, by the trapezoidal rule, which converges fast if the even continuation is
-    smooth."""
+    """Mean of `term(x, angle)` over angles from 0 to pi, by the trapezoidal rule, which converges fast for smooth even continuations."""
     ends = (term(x, 0.0) + term(x, math.pi)) / 2
     return (ends + sum(term(x, math.pi * k / count) for k in range(1, count))) / count
 
@@ -67,15 +65,12 @@ def _i_scaled(order: int, x: Any) -> Any:
     return torch.where(x < 0, -made, made) if order else made
 
 
-_i0e, _i1e = partial(_i_scaled, 0), partial(_i_scaled, 1)
-
-
-def _unscaled(scaled: Callable[[Any], Any], sign: float, x: Any) -> Any:
+def _unscaled(scaled: Callable[[int, Any], Any], sign: float, order: int, x: Any) -> Any:
     half = torch.exp(sign * x.abs() / 2)  # exp(|x|) may overflow
-    return half * scaled(x) * half
+    return half * scaled(order, x) * half
 
 
-_i0, _i1 = partial(_unscaled, _i0e, 1.0), partial(_unscaled, _i1e, 1.0)
+_i = partial(_unscaled, _i_scaled, 1.0)
 
 
 def _psi(n: int) -> float:
@@ -92,7 +87,7 @@ def _k_scaled(order: int, x: Any) -> Any:
     low = x.clamp(max=1.0)
     z, log = low * low / 4, torch.log(low / 2)
     sums = _psi_series(order, z, 7)
-    series = log * _i1(low) + 1 / low - low / 4 * sums if order else sums - log * _i0(low)
+    series = log * _i(1, low) + 1 / low - low / 4 * sums if order else sums - log * _i(0, low)
     high, step = x.clamp(min=1.0), 0.2
     total: Any = torch.full_like(high, 0.5)
     for k in range(1, 21):
@@ -104,7 +99,6 @@ def _k_scaled(order: int, x: Any) -> Any:
     return torch.where(x > 0, made, torch.where(x == 0, math.inf, math.nan))
 
 
-_k0e, _k1e = partial(_k_scaled, 0), partial(_k_scaled, 1)
 _GAUSS = zip(*np.polynomial.legendre.leggauss(32), strict=True)
 _NODES = [(float(node + 1) / 2, float(weight) / 2) for node, weight in _GAUSS]  # for integrals from 0 to 1
 
@@ -239,20 +233,14 @@ def _chebyshev(kind: str, is_shifted: bool, x: Any, n: Any) -> Any:
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "i0": _i0,
-    "special_i0e": _i0e,
-    "special_i1": _i1,
-    "special_i1e": _i1e,
-    "special_modified_bessel_i0": _i0,
-    "special_modified_bessel_i1": _i1,
-    "special_modified_bessel_k0": partial(_unscaled, _k0e, -1.0),
-    "special_modified_bessel_k1": partial(_unscaled, _k1e, -1.0),
-    "special_scaled_modified_bessel_k0": _k0e,
-    "special_scaled_modified_bessel_k1": _k1e,
-    "special_bessel_j0": partial(_j, 0),
-    "special_bessel_j1": partial(_j, 1),
-    "special_bessel_y0": partial(_y, 0),
-    "special_bessel_y1": partial(_y, 1),
+    "i0": partial(_i, 0),
+    "special_i1": partial(_i, 1),
+    **{f"special_i{order}e": partial(_i_scaled, order) for order in (0, 1)},
+    **{f"special_modified_bessel_i{order}": partial(_i, order) for order in (0, 1)},
+    **{f"special_modified_bessel_k{order}": partial(_unscaled, _k_scaled, -1.0, order) for order in (0, 1)},
+    **{f"special_scaled_modified_bessel_k{order}": partial(_k_scaled, order) for order in (0, 1)},
+    **{f"special_bessel_j{order}": partial(_j, order) for order in (0, 1)},
+    **{f"special_bessel_y{order}": partial(_y, order) for order in (0, 1)},
     "special_spherical_bessel_j0": _spherical_j0,
     "digamma": partial(polygamma, 0),
     "erfinv": _erfinv,

@@ -140,13 +140,8 @@ def _adaptive_largest(count: int, x: Any, output: Any) -> tuple[Any, Any]:
 
 
 POOLING: dict[Any, Callable[..., Any]] = {
-    aten.avg_pool1d.default: partial(_average, 1),
-    aten.avg_pool2d.default: partial(_average, 2),
-    aten.avg_pool3d.default: partial(_average, 3),
-    aten.max_pool2d_with_indices.default: partial(_largest, 2),
-    aten.max_pool3d_with_indices.default: partial(_largest, 3),
-    aten._adaptive_avg_pool2d.default: partial(_adaptive_average, 2),
-    aten._adaptive_avg_pool3d.default: partial(_adaptive_average, 3),
-    aten.adaptive_max_pool2d.default: partial(_adaptive_largest, 2),
-    aten.adaptive_max_pool3d.default: partial(_adaptive_largest, 3),
+    **{getattr(aten, f"avg_pool{n}d").default: partial(_average, n) for n in (1, 2, 3)},
+    **{getattr(aten, f"max_pool{n}d_with_indices").default: partial(_largest, n) for n in (2, 3)},
+    **{getattr(aten, f"_adaptive_avg_pool{n}d").default: partial(_adaptive_average, n) for n in (2, 3)},
+    **{getattr(aten, f"adaptive_max_pool{n}d").default: partial(_adaptive_largest, n) for n in (2, 3)},
 }
