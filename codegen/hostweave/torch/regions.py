@@ -113,31 +113,8 @@ class Backend:
                 for placeholder, given in zip(inner.graph.find_nodes(op="placeholder"), outer.args, strict=True)
                 if given.name in held
             }
-            whole.set_submodule(outer.target, _CalledModule(self._computes(inner, passed, is_whole=False)))
+            inner.forward = self._computes(inner, passed, is_whole=False)
         return whole.forward
-
-    def explain(self) -> str:
-        """Text of `ModelInRegions.explain`."""
-        lines = []
-        for number, part in enumerate(self.parts):
-            first = next((found for node in part.nodes if (found := location(node))), None)
-            at = f" from {first}" if first else ""
-            if part.why:
-                names = ", ".join(dict.fromkeys(op_name(node) for node in part.nodes))
-                lines.append(f"{number}: eager{at}: {names}: {part.why}")
-            else:
-                total = sum(size for _, size in part.returned)
-                costs = f"; {len(part.returned)} values of {total} bytes leave the program" if len(self.parts) > 1 else ""
-                passes = "forward and backward pass of " if isinstance(part.model, TrainingModule) else ""
-                lines.append(f"{number}: compiled{at}: {passes}{len(part.nodes)} ops{costs}")
-        lines += [f"graph break at {where}: {reason}" for where, reason in dict.fromkeys(self.breaks)]
-        return "\n".join(lines)
-
-
-class _CalledModule(nn.Module):
-    def __init__(self, function: Callable[..., Any]):
-        super().__init__()
-        self.forward = function
 
 
 class ModelInRegions(Delegating):
@@ -168,7 +145,20 @@ class ModelInRegions(Delegating):
     def explain(self) -> str:
         """Lists the compiled parts, the eager ops with the reason, and the graph breaks. If there are several parts, adds the bytes that
         leave each program."""
-        return self.backend.explain()
+        lines = []
+        for number, part in enumerate(self.backend.parts):
+            first = next((found for node in part.nodes if (found := location(node))), None)
+            at = f" from {first}" if first else ""
+            if part.why:
+                names = ", ".join(dict.fromkeys(op_name(node) for node in part.nodes))
+                lines.append(f"{number}: eager{at}: {names}: {part.why}")
+            else:
+                total = sum(size for _, size in part.returned)
+                costs = f"; {len(part.returned)} values of {total} bytes leave the program" if len(self.backend.parts) > 1 else ""
+                passes = "forward and backward pass of " if isinstance(part.model, TrainingModule) else ""
+                lines.append(f"{number}: compiled{at}: {passes}{len(part.nodes)} ops{costs}")
+        lines += [f"graph break at {where}: {reason}" for where, reason in dict.fromkeys(self.backend.breaks)]
+        return "\n".join(lines)
 
 
 def hostweave(graph: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
