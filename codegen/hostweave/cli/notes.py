@@ -16,8 +16,7 @@ MIN_SHARE = 0.1  # smallest reported cost, as a fraction of the bytes of a rank'
 
 
 def costly_choices(fusion: Fusion, host: ir.HostProgram, sizes: Mapping[str, int]) -> list[str]:
-    """One line for each costly choice. `host` was lowered from `fusion`. Gathers that the user requested by `hw.reshard` or `.stream` are
-    not reported."""
+    """One line for each costly choice. `host` was lowered from `fusion`. Gathers by `hw.reshard` or `.stream` are not reported."""
     bound = RankSizes(default_sizes(host, sizes), host.mesh)
     total = sum(_bytes(host.local_type(p), bound) for p in (*host.inputs, *host.outputs))
     at = ", ".join(f"{name}={size}" for name, size in bound.items())

@@ -105,8 +105,7 @@ class ProgramPart:
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
-        """Binds the tensors that the program reads in place and, in a group, copies of the tensors that it cannot read in place. Returns
-        program and copies."""
+        """Binds the tensors that the program reads in place and, in a group, copies of other tensors. Returns program and copies."""
         with self._lock:  # ranks may be threads
             if rank is not None and (whole := self._columns(self.graph)):
                 self.graph = self.graph.taking_whole(whole, [output.type for output in self.program.host.results])

@@ -103,8 +103,7 @@ def shapes(cache: Any) -> dict[str, tuple[int, ...]]:
 
 
 def enlarged(cache: Any, whole: Mapping[str, tuple[int, ...]]) -> Any:
-    """A cache of zeros whose tensors have global sizes. `cache` has the local sizes. `whole` has the global sizes of each tensor, with 0
-    for dims that are not sharded."""
+    """A cache of zeros with tensors of global sizes. `whole` has the global sizes of each tensor, with 0 for dims that are not sharded."""
     tensors, form = _flat(cache)
     sizes = [[size or own for size, own in zip(whole[name], t.shape, strict=True)] for name, t in zip(form.names, tensors, strict=True)]
     return form.cache([tensor.new_zeros(shape) for tensor, shape in zip(tensors, sizes, strict=True)])
@@ -156,8 +155,7 @@ class Kept:
         self._allocated, self._tensors = allocated, _flat(cache)[0]
 
     def give(self, cache: Any, sizes: object) -> bool:
-        """Fills the tensors with zeros, and hands the tensors to a cache. Returns False if another cache uses the tensors, or if the
-        tensors do not fit."""
+        """Hands the tensors, filled with zeros, to a cache. Returns False if another cache uses the tensors, or if they do not fit."""
         if self._owner() is not None or self._of != (Form(cache), sizes):
             return False
         for tensor in self._tensors:

@@ -23,8 +23,7 @@ class _FirstDerivative:
 
 
 class Derivatives:
-    """Repeated layers of a graph. `firsts` is cleared before each call of the traced function, because AOTAutograd calls this function
-    twice."""
+    """Repeated layers of a graph. `firsts` is cleared before each call of the traced function, because AOTAutograd calls it twice."""
 
     def __init__(self, outer: Graph):
         layers = (layer for layer in repeated_layers(outer) if all(map(_is_tensor, (*layer.arguments, *layer.results))))
@@ -79,8 +78,7 @@ def _begin(taken: list[Any], number: int) -> Any:
 
 @dataclass(eq=False)
 class _OpOfLayer:
-    """An op that replaces a layer, or marks the start or end of a layer. The op `derivative` reads the gradients of some results, and
-    returns the gradients of some arguments."""
+    """An op that replaces a layer, or marks its start or end. The op `derivative` computes gradients of arguments from those of results."""
 
     op: Callable[[list[Any], int], Any]  # (tensors, number of the traced layer)
     derivative: Callable[[list[Any], int], Any]

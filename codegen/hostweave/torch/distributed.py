@@ -124,8 +124,7 @@ def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
 
 @cache
 def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks that cast floats among arguments and results. Modules share these hooks, because layers with different hooks would not be
-    equal."""
+    """Hooks that cast floats among arguments and results. Modules share the hooks, because layers with different hooks are not equal."""
 
     def cast(values: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)

@@ -33,8 +33,7 @@ class LayerIndex:
         return self.value
 
     def equals(self, other: int) -> bool:
-        """True if all recorded comparisons have the same result with `other`. If a use that is no comparison was recorded, `other` must be
-        the same int."""
+        """True if all recorded comparisons have the same result with `other`. After any other use, only the same int is equal."""
         if self.is_read:
             return self.value == other
         return all(getattr(operator, name)(other, operand) == made for name, operand, made in self._compared)
@@ -113,8 +112,7 @@ class CachePart:
         return {name: value for name, value in vars(self._cache).items() if name != "layers"}
 
     def key(self) -> object | None:
-        """Key of the types, shapes and plain values in the part. None if the cache layer has a tensor twice, or if the part
-        has an object that cannot be compared."""
+        """Key of the types, shapes and plain values. None if the cache layer has a tensor twice, or an object that cannot be compared."""
         of = None if self._own is None else type(self._layers[self._own])
         leaves = described([*self._leaves, *self._attributes.values()])
         is_apart = len({id(tensor) for tensor in self.tensors}) == len(self.tensors)

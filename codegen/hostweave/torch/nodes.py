@@ -74,8 +74,7 @@ def modules_of(node: Node) -> list[str]:
 
 
 def role_of(node: Any) -> str:
-    """Path of the module of a value, and the role of the value: "mean" or "rstd" of a norm, "output" or "input" of the module, or the
-    op."""
+    """Path of the module of a value, and the role of the value: "mean" or "rstd" of a norm, "output" or "input", or the op."""
     path = next(reversed(modules_of(node)), "")
     made, index = node.args if node.target is operator.getitem else (node, 0)
     word = op_of(made).removeprefix("hostweave.").partition(".")[0].lstrip("_")
@@ -128,8 +127,7 @@ def name_of_constant(node: Node) -> str:
 
 
 def name_of(target: str) -> str:
-    """Converts `model.layers.3.up_proj.weight` to `model_layers_up_proj_weight_3`. Numbers are last, so that equal layers can be an array
-    of structs."""
+    """Converts `model.layers.3.up_proj.weight` to `model_layers_up_proj_weight_3`. Numbers are last, so that equal layers form arrays."""
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]
     return re.sub(r"\W", "_", "_".join([word for word in words if not word.isdigit()] + numbers), flags=re.ASCII)

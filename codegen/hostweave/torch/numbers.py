@@ -1,5 +1,4 @@
-"""Numbers that are unknown at compile time: elements that `item` reads, and numbers computed from sizes. Unknown numbers become tensors
-without dims."""
+"""Numbers that are unknown at compile time, as tensors without dims: elements that `item` reads, and numbers computed from sizes."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -1,6 +1,5 @@
 """Ops of Hostweave in traced graphs. Many replace ATen ops in training: ATen's derivatives select kernels for one device, and flatten
-leading dims, which then cannot be sharded. Most ops of Hostweave have no kernels: AOTAutograd traces the ops, and Hostweave compiles
-them."""
+leading dims, which then cannot be sharded. Most ops have no kernels: AOTAutograd traces them, and Hostweave compiles them."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -96,8 +96,7 @@ def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, ke
 
 
 class RecordedStep:
-    """Recorded step for the parameters of one shape and dtype in a parameter group. `changing` has the indices in `step.numbers` of numbers
-    that change between steps."""
+    """Recorded step for the parameters of one shape and dtype in a group. `changing` has the indices of numbers that change."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
         self._optimizer, self.group, self.size = optimizer, group, prod(shape)
@@ -132,8 +131,7 @@ class RecordedStep:
         raise ProgramError(f"optimizer: the first step of {name} uses different ops from later steps; run one step, and then compile")
 
     def _with_other_numbers(self) -> list[UpdateStep]:
-        """Records a step for each scheduled option, with a slightly changed value. Skips options that `_nudged` cannot change, or for which
-        the recording fails."""
+        """Records a step for each scheduled option with a slightly changed value, unless nothing changes or the recording fails."""
         steps = []
         before = dict(self._shadow.state)
         for key in _SCHEDULED:

@@ -46,8 +46,7 @@ def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
 
 
 def repeated(node: Any) -> Node | None:
-    """Recognises repeated heads of keys or values (`repeat_kv` of transformers). Returns the tensor [B, G, S, E] before the repetition, or
-    None."""
+    """Recognises repeated heads of keys or values (`repeat_kv` of transformers). Returns the tensor [B, G, S, E] before, or None."""
     chain = [node]
     for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
         if op == "clone.default" and op_of(chain[-1]) == "expand.default":

@@ -16,8 +16,7 @@ _MEET = 64  # at calls 1, 2, 4, ... and every 64th call, ranks ask each other if
 
 class Ranges:
     """Parts of a module for ranges of sizes, each from a power of four to the next. The first call in a range starts the compilation of a
-    part for the sizes of the call. Calls use the part if it overlaps communication. Calls of a group use the part only after all ranks have
-    compiled it."""
+    part for the sizes of the call. Calls use a part that overlaps communication, in a group only after all ranks have compiled it."""
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], Any]):
         """`compile` compiles a part for the sizes of a call, in a separate thread."""

@@ -47,8 +47,7 @@ class NumberOperand:
 
 @dataclass(frozen=True)
 class UpdateOp:
-    """An ATen op without side effects. `made` is the result of the op on the device "meta". `location` is the line of the optimizer that
-    calls the op."""
+    """An ATen op without side effects. `made` is the result on the device "meta". `location` is the line of the optimizer with the op."""
 
     name: str
     args: tuple[Any, ...]
