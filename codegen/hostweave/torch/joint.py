@@ -1,10 +1,9 @@
-"""Traces the forward and backward pass of a module as one joint graph, by AOTAutograd. torch's min-cut partitioner splits the joint
-graph."""
+"""Traces the forward and backward pass of a module as one joint graph, by AOTAutograd, and splits it by torch's min-cut partitioner."""
 
 import math
 import operator
 from collections import ChainMap
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -84,8 +83,7 @@ class Joint:
 
     @cached_property
     def shared(self) -> dict[Node, int]:
-        """`results_saved` on one rank: the program returns each of these values only once. Empty on several ranks, because the result
-        and the saved value may be sharded differently."""
+        """`results_saved` on one rank, which the program returns only once. Empty on several ranks, because their shardings may differ."""
         return self.results_saved if self.outer.mesh.size == 1 else {}
 
     @cached_property
@@ -123,26 +121,18 @@ class Joint:
     def _joined(self) -> GraphModule:
         """Concatenates the forward graph and the backward graph."""
         graph, root = torch.fx.Graph(), torch.nn.Module()
-        values: dict[str, Node] = {}
-        for node in self.whole.graph.nodes:
-            if node.op == "placeholder":
-                values[node.name] = graph.node_copy(node)
-        returned: list[Any] = []
-        for part in (self.forward, self.backward):
-            own: dict[Node, Node] = {}
-            for node in part.graph.nodes:
-                if node.op == "placeholder":
-                    own[node] = values[node.name]
-                elif node.op == "output":
-                    outputs = node.args[0] if part is self.backward else node.args[0][: len(self.results)]
-                    returned += [own[one] if isinstance(one, Node) else one for one in outputs]
-                else:
-                    own[node] = graph.node_copy(node, own.__getitem__)
-                    if node.op == "get_attr":
-                        setattr(root, node.target, getattr(part, node.target))
-                    if part is self.backward and "nn_module_stack" in node.meta:  # recomputed nodes count as part of the derivative
-                        own[node].meta["fwd_nn_module_stack"] = own[node].meta.pop("nn_module_stack")
-            values.update((node.name, copy) for node, copy in own.items())
+        values = {node.name: graph.node_copy(node) for node in self.whole.graph.find_nodes(op="placeholder")}
+        returned = list[Any]()
+        for part, count in ((self.forward, len(self.results)), (self.backward, None)):
+            copies = {node: values[node.name] for node in part.graph.find_nodes(op="placeholder")}
+            outputs: Any = graph.graph_copy(part.graph, copies)
+            returned += outputs[:count]
+            values.update((node.name, copy) for node, copy in copies.items())
+            for node in part.graph.find_nodes(op="get_attr"):
+                setattr(root, node.target, getattr(part, node.target))
+        for node, copy in copies.items():  # recomputed nodes of the backward graph count as part of the derivative
+            if node.op == "call_function" and "nn_module_stack" in node.meta:
+                copy.meta["fwd_nn_module_stack"] = copy.meta.pop("nn_module_stack")
         graph.output(tuple(returned))
         return GraphModule(root, graph)
 
@@ -217,8 +207,7 @@ def _decompositions() -> dict[Any, Any]:
 
 
 def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
-    """Traces the joint graph. `wanted` selects the arguments that get gradients. With `of_loss`, only the one scalar result is
-    differentiated."""
+    """Traces the joint graph. `wanted` selects arguments that get gradients. `of_loss` differentiates only the one scalar result."""
     needs_gradient = {node.name: one for node, one in zip(outer.arguments, wanted, strict=True)}
     results = [node for node in dict.fromkeys(outer.outputs) if node not in outer.constants and node not in outer.names]
     sources = list(outer.names)
@@ -285,8 +274,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
 
 
 def _read_logits(made: GraphModule) -> None:
-    """Makes nll_loss_backward read the logits in place of the log-probabilities, so that the log-probabilities are not saved. The op needs
-    only the shape of the log-probabilities."""
+    """Makes nll_loss_backward, which needs only the shape of the log-probabilities, read the logits, so that only they are saved."""
     for node in made.graph.nodes:
         source: Any = node.args[1] if op_of(node) == "nll_loss_backward.default" else None
         views: list[Any] = []
@@ -350,6 +338,14 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
     return {node: what for node, what in found.items() if what}
 
 
+_INSTEAD: dict[str, Callable[..., Any]] = {  # op -> function that computes the op
+    "silu.default": Silu.apply,
+    "view.default": torch.Tensor.reshape,  # because torch's strides differ between devices
+    "hostweave.function.default": call_recorded,
+    "hostweave.detach.default": torch.Tensor.detach,
+}
+
+
 def result_of(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
     """Computes a node of the graph `outer` from the values in `env`."""
 
@@ -369,20 +365,12 @@ def result_of(outer: Graph, env: Env, node: Any, pattern: Any) -> Any:
         made = matmul(*args)
     elif op == "addmm.default" and not kwargs:
         made = args[0] + matmul(*args[1:])
-    elif op == "silu.default":
-        made = Silu.apply(*args)  # type: ignore[no-untyped-call]
     elif pattern:
         made = ops.rotary(*map(value, pattern), False)
-    elif op == "view.default":  # reshape, because torch's strides differ between devices
-        made = args[0].reshape(args[1])
-    elif op == "hostweave.function.default":
-        made = call_recorded(*args)
     elif op == "hostweave.random.default":  # has no derivative
         made = node.target(*(one.detach() if isinstance(one, torch.Tensor) else one for one in args))
-    elif op == "hostweave.detach.default":
-        made = args[0].detach()
     else:
-        made = node.target(*args, **kwargs)
+        made = _INSTEAD.get(op, node.target)(*args, **kwargs)
     for axes in outer.stated(node, made):
         made = ops.reshard(made, text_of(axes))
     return made
@@ -410,8 +398,7 @@ def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
 
 
 def _cut_before_padding(graph: Any) -> None:
-    """Moves a slice before a padding, as in `pad(labels, (0, 1))[..., 1:]`, so that the padding can fuse with the op that reads the
-    padding."""
+    """Moves a slice before a padding, as in `pad(labels, (0, 1))[..., 1:]`, so that the padding can fuse with the op that reads it."""
     for cut in graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor):
         padded, dim, start = (*cut.args, 0, 0)[:3]
         if op_of(padded) != "constant_pad_nd.default" or len(padded.args[1]) != 2 or padded.args[1][0] != 0:
