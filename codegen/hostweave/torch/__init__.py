@@ -166,17 +166,16 @@ def compile(
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         dims = {name: value.ndim for name, value in given.items() if isinstance(value, torch.Tensor)}
         return ModelInRegions(module, placed, layouts(plan or {}, module, dims, placed), target=target, options=options)
-    graph_of, how, reads = exported(module, args, kwargs, dynamic_shapes, training)
-    names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
-    given = dict(zip(names, pytree.tree_leaves((args, kwargs)), strict=True)) if not named else kwargs
+    graph_of = exported(module, args, kwargs, dynamic_shapes, training)
+    given = dict(zip(graph_of.arguments, pytree.tree_leaves((args, kwargs)), strict=True)) if not named else kwargs
     tensors = {name: leaf for name, leaf in given.items() if isinstance(leaf, torch.Tensor)}
     dims = {name: tensor.ndim for name, tensor in tensors.items()}
     by_rows = Layouts(rows=rows, axes_of_rows=axes if rows else ())
     by_rows.inputs = {name: of_rows for name, tensor in tensors.items() if (of_rows := by_rows.of_rows(tensor))}
     stated = layouts(plan or {}, module, dims, placed, by_rows)
     if fp8 is not None:
-        scale_linears(graph_of.graph, scaled_linears(fp8, module, stated))
-    model = compiled((graph_of, how, reads), module, stated, placed, (args, kwargs), target, options, training, step)
+        scale_linears(graph_of.program.graph, scaled_linears(fp8, module, stated))
+    model = compiled(graph_of, module, stated, placed, (args, kwargs), target, options, training, step)
     if not training and hasattr(module, "generate"):
         of_module = without_inputs(plan or {}, module, dims)
         model.generation = Generation(

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
@@ -19,11 +18,12 @@ from hostweave.runtime.group import current as current_group
 from hostweave.runtime.providers import Threads
 from hostweave.torch.bound import ProgramPart, on_stream
 from hostweave.torch.caches import continued
+from hostweave.torch.exported import Exported
 from hostweave.torch.graph import Graph
 from hostweave.torch.held import Folded, Held, tensor_of
 from hostweave.torch.nodes import is_complex
 from hostweave.torch.randomness import new_seeds
-from hostweave.torch.state import State, autocast_dtypes
+from hostweave.torch.state import State
 from hostweave.torch.transforms import expect_eager
 from hostweave.torch.updates import copied_to
 from hostweave.torch.views import made_again
@@ -49,8 +49,7 @@ class Delegating(nn.Module):
         return getattr(module, name) if module is not None else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets public attributes of the wrapped module on the wrapped module, whose `forward` reads these attributes. Sets all other
-        attributes on this object."""
+        """Sets public attributes of the wrapped module there, where `forward` reads them. Sets all other attributes on this object."""
         module = vars(self).get("_module")
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         setattr(module, name, value) if not is_own and hasattr(module, name) else super().__setattr__(name, value)
@@ -93,19 +92,18 @@ class CompiledModule(Delegating):
     alone_on: torch.device | None = None  # device of a program of one rank that does not use this process's group
     generation: Any = None  # programs of `generate`, for a module of transformers
 
-    def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: ProgramPart, *others: ProgramPart):
+    def __init__(self, module: nn.Module, exported: Exported, graph: Graph, part: ProgramPart, *others: ProgramPart):
         """A call runs `part`. `graph` is the exported graph, without gradients. `others` has the backward program of a TrainingModule, or
         the accumulating program that a TrainingStep may have."""
         super().__init__(module)
-        self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
+        self._graph, self._specs, self._part, self._ranges = graph, exported.program.call_spec, part, exported.program.range_constraints
         self._varying = self._sizes()
         owned = {node: origin for node in {*graph.of_module, *graph.shared.values()} if (origin := graph.origins.get(node))}
         of_module = {node: origin.name for node, origin in owned.items() if origin.kind in ("parameter", "buffer")}
         self._owned = {node: origin.value for node, origin in owned.items() if origin.kind == "constant"}
         self._owned |= {node: tensor_of(module, name) for node, name in of_module.items()}
         self._held_tensors = Held(module, dict.fromkeys((*graph.parameters.values(), *of_module.values())))
-        self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
-        self._training, self._state, self._autocast = module.training, State(module, graph.reads), autocast_dtypes()
+        self._how, self._state = exported.how, State(module, exported.reads)
         self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
 
     @property
@@ -115,8 +113,7 @@ class CompiledModule(Delegating):
 
     @property
     def checks_values(self) -> bool:
-        """True if the module checks values on the host after each call, as torch.linalg.inv does. A call of such a module cannot be
-        captured."""
+        """True if the module checks values on the host after each call, as torch.linalg.inv does. Such calls cannot be captured."""
         return bool(self._graph.checks)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
@@ -130,9 +127,7 @@ class CompiledModule(Delegating):
         Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
         """
         if self.generation is None:
-            raise ArgumentError(
-                f"{self._name}: generate: the module has no generate; pass a transformers model with a language modeling head"
-            )
+            raise self._refused("generate: the module has no generate; pass a transformers model with a language modeling head")
         return self.generation.generate(inputs, **kwargs)
 
     def __repr__(self) -> str:
@@ -153,12 +148,11 @@ class CompiledModule(Delegating):
         return made
 
     def capture(self, *args: Any, **kwargs: Any) -> Captured:
-        """Captures a call with these arguments as a CUDA graph. Returns a callable that launches the graph and returns the module's
-        results.
+        """Captures a call with these arguments as a CUDA graph, as `Program.capture` does. Returns a callable that launches the graph and
+        returns the module's results.
 
-        `capture` and each launch are collective. `capture` also runs the call once. A launch reads the current contents of the same
-        argument tensors, and writes the same result tensors. Use `copy_` to write new arguments. Launches see writes to parameters, but not
-        new tensors that replace parameters. Each launch draws new random numbers.
+        Use `copy_` to write new arguments. Launches see writes to parameters, but not new tensors that replace parameters. Each launch
+        draws new random numbers.
 
         Raises the errors of a call and of `Program.capture`. Raises ArgumentError without a group, or if `checks_values` is true.
 
@@ -168,10 +162,10 @@ class CompiledModule(Delegating):
         arrays = {name: leaf.detach() for name, leaf in leaves.items()}
         if group is None:
             why = "without a group all ranks run in this process on copies, and such a call cannot be captured"
-            raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a separate process or thread")
+            raise self._refused(f"capture: {why}; call hw.init on each rank, in a separate process or thread")
         if self.checks_values:
             why = "the module checks values on the host after each call, as torch.linalg.inv does"
-            raise ArgumentError(f"{self._name}: capture: {why}; use functions without such checks, such as inv_ex")
+            raise self._refused(f"capture: {why}; use functions without such checks, such as inv_ex")
         written = self._written(arrays, group)
         call, copies = self._part.for_call(arrays, group).capture({**arrays, **written}, group)
         returned = self._finished(self._part.values(call.outputs), written, leaves)
@@ -200,10 +194,8 @@ class CompiledModule(Delegating):
 
     def _expect_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise ArgumentError(
-                f"{self._name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode(), "
-                "or compile it with training=True"
-            )
+            remedy = "call it in torch.no_grad() or torch.inference_mode(), or compile it with training=True"
+            raise self._refused(f"this is a forward program, without gradients; {remedy}")
 
     @property
     def traced(self) -> Mapping[str, str]:
@@ -213,11 +205,14 @@ class CompiledModule(Delegating):
         "as layers.0" means that the module uses the trace of the equal module `layers.0`. The text may have the reason for a separate
         trace, such as `traced: its attention.scale differs from layers.0`.
         """
-        return self._graph.traced
+        return self._how
 
     @property
     def _name(self) -> str:
         return type(self._module).__name__
+
+    def _refused(self, why: str) -> ArgumentError:
+        return ArgumentError(f"{self._name}: {why}")
 
     def takes(self, **kwargs: Any) -> bool:
         """True if the module was compiled for these arguments. Sizes of tensors that the program writes need not match."""
@@ -231,16 +226,12 @@ class CompiledModule(Delegating):
             if (leaf.dtype, leaf.ndim) != (held.dtype, held.ndim):
                 return False
             for size, own in zip(leaf.shape, held.shape, strict=True) if node not in self._graph.written else ():
-                if isinstance(own, int):
-                    if size != own:
-                        return False
-                elif sizes.setdefault(own.node.expr, size) != size or size not in self._range(own):
+                if size != (own if isinstance(own, int) else sizes.setdefault(own.node.expr, size)):
                     return False
         return True
 
     def _sizes(self) -> dict[Node, list[tuple[int, range]]]:
-        """Maps each argument to its dims of varying size, with the supported sizes. Omits sharded dims, because in a group arguments are
-        blocks."""
+        """Maps each argument to its dims of varying size, with supported sizes. Omits sharded dims: in a group, arguments are blocks."""
         found: dict[Node, list[tuple[int, range]]] = {}
         for node in self._graph.arguments:
             held, axes = node.meta["val"], self._graph.layouts.inputs.get(self._graph.names.get(node, ""), ())
@@ -276,7 +267,7 @@ class CompiledModule(Delegating):
             is_whole = not isinstance(tensor, DTensor)
             if group and is_whole and any(dim.axes for dim in self._graph.input_types[name].dims):
                 why = f"{self._graph.parameters[name]} is written in forward, and each rank has all of it, but the plan shards it"
-                raise ArgumentError(f"{self._name}: {why}; make it a DTensor, or omit it from the plan")
+                raise self._refused(f"{why}; make it a DTensor, or omit it from the plan")
             found[name] = tensor if is_whole else tensor.to_local() if group else tensor.full_tensor()
         return found
 
@@ -296,8 +287,7 @@ class CompiledModule(Delegating):
         return self._returned(made)
 
     def _expect_valid(self, known: Mapping[Node, Any]) -> None:
-        """Waits for the values of a call that are checked, checks these values on the host, and raises torch's errors for invalid
-        values."""
+        """Waits for the checked values of a call, checks them on the host, and raises torch's errors for invalid values."""
         for check in self._graph.checks:
             given: Any = check.args
             condition = known.get(given[2], self._graph.constants.get(given[2]))
@@ -325,22 +315,9 @@ class CompiledModule(Delegating):
         return pytree.tree_unflatten(leaves, self._specs.out_spec)
 
     def _expect_unchanged(self) -> None:
-        for modules, name, part in self._parts:
-            if modules.get(name) is not part:
-                raise ArgumentError(f"{self._name}: {name} was replaced after compilation; compile it again")
-        if changed := self._held_tensors.changed():
-            raise ArgumentError(f"{self._name}: {changed}")
-        if changed := self._folded.changed():
-            why = f"{changed} has changed, but the program holds values that were computed from it at compile time"
-            raise ArgumentError(f"{self._name}: {why}; compile it again")
-        if self._module.training != self._training:
-            was = "train" if self._training else "eval"
-            raise ArgumentError(f"{self._name}: the mode has changed from {was}(); compile it again")
-        if (now := autocast_dtypes()) != self._autocast:
-            why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile time"
-            raise ArgumentError(f"{self._name}: {why}; call it under the same autocast, or compile it within torch.autocast")
-        if changed := self._state.changed():
-            raise ArgumentError(f"{self._name}: {changed}; compile it again")
+        for held in (self._held_tensors, self._folded, self._state):
+            if changed := held.changed():
+                raise self._refused(changed)
 
     def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Maps inputs of the program to arguments of a call and new seeds."""
@@ -351,30 +328,27 @@ class CompiledModule(Delegating):
         return arrays
 
     def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, torch.Tensor]:
-        spec, name = self._specs.in_spec, self._name
+        spec = self._specs.in_spec
         wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):
-            raise ArgumentError(
-                f"{name}: the keyword arguments are {list(kwargs)}, and were {wanted} at compile time; pass the same arguments"
-            )
+            raise self._refused(f"the keyword arguments are {list(kwargs)}, and were {wanted} at compile time; pass the same arguments")
         leaves, given = pytree.tree_flatten((args, {key: kwargs[key] for key in wanted}))
         if given != spec:
-            raise ArgumentError(f"{name}: the arguments differ in structure from example_inputs; pass the same number and nesting")
+            raise self._refused("the arguments differ in structure from example_inputs; pass the same number and nesting")
         passed = {}
         for node, leaf in zip(self._graph.arguments, leaves, strict=True):
             if node in self._graph.names:
                 if not isinstance(leaf, torch.Tensor):
-                    raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was a tensor at compile time; pass a tensor")
+                    raise self._refused(f"{node.name} is {leaf!r}, and was a tensor at compile time; pass a tensor")
                 passed[node] = leaf
                 for dim, sizes in self._varying.get(node, ()):
                     if leaf.ndim > dim and leaf.shape[dim] not in sizes:
                         bounds = f"{sizes.start} to {sizes.stop - 1}" if sizes.stop < 2**62 else f"{sizes.start} or more"
                         why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {bounds}"
-                        raise ArgumentError(f"{name}: {why}; compile it for that size, too")
+                        raise self._refused(f"{why}; compile it for that size, too")
             elif leaf != self._graph.constants.get(node):
-                raise ArgumentError(
-                    f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile time; compile it again"
-                )
+                was = self._graph.constants.get(node)
+                raise self._refused(f"{node.name} is {leaf!r}, and was {was!r} at compile time; compile it again")
         return passed
 
     @property
@@ -390,7 +364,3 @@ def alone(device: torch.device) -> Group:
 
 def _keywords(spec: Any) -> list[str]:
     return list(spec.child(1).context) if hasattr(spec, "child") else list(spec.children_specs[1].context)
-
-
-def _in_words(autocast: tuple[torch.dtype | None, ...]) -> str:
-    return " and ".join(f"{dtype} of {device}" for device, dtype in zip(("cpu", "cuda"), autocast, strict=True) if dtype) or "off"

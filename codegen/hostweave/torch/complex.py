@@ -14,7 +14,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ProgramError
-from hostweave.torch.graph import COMPLEX, recorded, refused
+from hostweave.torch.graph import recorded, refused
 from hostweave.torch.nodes import location, op_of
 from hostweave.torch.ops import ops
 
@@ -70,7 +70,8 @@ class _Pairs(Interpreter):
             return _TABLE[word](*args, **kwargs)
         if word in _OF_PARTS and any(map(_is_pair, leaves)):
             return _by_parts(target, args, kwargs)
-        raise refused(ProgramError(f"aten.{op_of(node)} of complex numbers is not supported: {COMPLEX}", location(node)), [node])
+        why = f"aten.{op_of(node)} of complex numbers is not supported: compute with real and imaginary parts"
+        raise refused(ProgramError(why, location(node)), [node])
 
     def run_node(self, n: Node) -> Any:
         self._node = n

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -58,14 +58,22 @@ max_pool2d_with_indices_backward
 """
 
 
+class Exported(NamedTuple):
+    program: ExportedProgram
+    how: dict[str, str]  # path of a repeated layer -> how the layer was traced
+    reads: dict[str, set[str]]  # path of a module -> attributes that the module read
+
+    @property
+    def arguments(self) -> list[str]:
+        """Names of the tensors and numbers among the arguments."""
+        return [spec.arg.name for spec in self.program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+
+
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
-) -> tuple[ExportedProgram, dict[str, str], dict[str, set[str]]]:
-    """Exports the functional graph of a module, decomposed by `decompositions` or, in training, `before_derivatives`.
-
-    Also returns two dicts by path: how each repeated layer was traced, and the attributes that each module read. With `training`, an op
-    marks each use of a value that has no gradient because of detach() or torch.no_grad().
-    """
+) -> Exported:
+    """Exports the functional graph of a module, decomposed by `decompositions` or, in training, `before_derivatives`. With `training`, an
+    op marks each use of a value that has no gradient because of detach() or torch.no_grad()."""
     tensors = [*_named_leaves(args, kwargs), *module.named_parameters(), *module.named_buffers()]
     for name, given in tensors:
         if given.layout is not torch.strided:
@@ -119,7 +127,7 @@ def exported(
             _name_outputs(program)
             program, names = _without_empty_parts(program), repeats.names_read(reads)
         cast_parameters(program, module)
-        return program, repeats.how, names
+        return Exported(program, repeats.how, names)
     except ProgramError:
         raise
     except Exception as error:
@@ -304,8 +312,7 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
-    """Refuses hooks on gradients, which change gradients outside of the graph. Records each torch.autograd.Function of the user as one
-    op."""
+    """Refuses hooks, which change gradients outside of the graph. Records each torch.autograd.Function of the user as one op."""
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")

@@ -112,7 +112,7 @@ class Generation:
         self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
         self._whole: dict[str, tuple[int, ...]] = {}  # cache tensor -> global sizes of sharded dims, 0 for dims that are not sharded
         self._ranks: dict[int, _Rank] = {}  # ranks may be threads
-        self._requests: list[tuple[object, caches.Requests]] = []  # ((form of an empty cache, sizes), requests)
+        self._requests: dict[object, caches.Requests] = {}  # (form of an empty cache, sizes) -> requests
         self._parameters = tuple(inspect.signature(module.forward).parameters)  # cached, because `signature` takes as long as five launches
         self._word = next((word for word in _CACHE_WORDS if word in self._parameters), "")
         self._lock = threading.Lock()  # ranks may be threads
@@ -122,13 +122,10 @@ class Generation:
         self._stand_in.__dict__ = vars(module)
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
-        """Generates sequences like transformers, with a static cache."""
         if not self._word:
-            raise ArgumentError(
-                f"{self._name}: generate: forward has none of the arguments {', '.join(_CACHE_WORDS)}; call generate of the original module"
-            )
+            raise self._refused(f"forward has none of the arguments {', '.join(_CACHE_WORDS)}; call generate of the original module")
         if kwargs.get("use_cache") is False or kwargs.get("cache_implementation") not in (None, "static"):
-            raise ArgumentError(f"{self._name}: generate: programs write to a static cache; omit use_cache and cache_implementation")
+            raise self._refused("programs write to a static cache; omit use_cache and cache_implementation")
         if self._word not in kwargs:
             cache = kwargs[self._word] = self._cache(self._length(inputs, kwargs))
             configs = kwargs.get("generation_config"), self._module.generation_config
@@ -138,9 +135,8 @@ class Generation:
         kwargs |= {"use_cache": True, "disable_compile": True}
         return self._stand_in.generate(inputs, **kwargs)
 
-    @property
-    def _name(self) -> str:
-        return type(self._module).__name__
+    def _refused(self, why: str) -> ArgumentError:
+        return ArgumentError(f"{type(self._module).__name__}: generate: {why}")
 
     def _length(self, inputs: Any, kwargs: dict[str, Any]) -> int:
         """Upper bound of the number of tokens of a sequence, including the prompt."""
@@ -163,18 +159,15 @@ class Generation:
         return cache
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module for prompts or for one token per sequence."""
         if args:
             kwargs = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         if kwargs.get("return_dict") and "return_dict" not in self._parameters:
             del kwargs["return_dict"]  # the default, which torch.export does not accept as a keyword
         cache = kwargs.get(self._word)
         if cache is None or not hasattr(cache, "layers"):
-            raise ArgumentError(f"{self._name}: generate: the module was called without a cache of layers; omit {self._word}")
+            raise self._refused(f"the module was called without a cache of layers; omit {self._word}")
         if not cache.is_compileable:
-            raise ArgumentError(
-                f"{self._name}: generate: the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or omit it"
-            )
+            raise self._refused(f"the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or omit it")
         group = current_group()
         made = self._plain(kwargs) if group is None else self._of_rank(kwargs, group)
         made[self._word] = cache  # the module returns the cache under the name `_word`
@@ -205,18 +198,16 @@ class Generation:
         return own.graph.result()
 
     def _plain(self, kwargs: dict[str, Any], group: Group | None = None) -> Any:
-        """Calls a program. If the cache has no tensors, first allocates the tensors at global sizes. In a group, a rank keeps only its
-        blocks."""
+        """Calls a program. First allocates missing tensors of the cache at global sizes. In a group, a rank keeps only its blocks."""
         cache = kwargs[self._word]
         caches.register(kwargs)
         if is_new := not caches.has_tensors(cache):
             empty, sizes = caches.Form(cache), _sizes(kwargs, self._word)
             with self._lock:
-                asked = next((one for of, one in self._requests if of == (empty, sizes)), None)
-                if asked is None:  # kept, because `requests` takes a second
+                if (empty, sizes) not in self._requests:  # kept, because `requests` takes a second
                     asked = caches.requests(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
-                    self._requests.append(((empty, sizes), asked))
-            caches.allocate(cache, asked)
+                    self._requests[empty, sizes] = asked
+            caches.allocate(cache, self._requests[empty, sizes])
             allocated = caches.Form(cache)
         program = self._program(kwargs, is_whole=is_new or group is None)
         if group is not None and is_new:
@@ -244,7 +235,7 @@ class Generation:
         except ProgramError as error:
             program = self._compile(kwargs, None)
             why = f"each length of prompts and masks needs a separate program, because no program accepts several lengths: {error}"
-            warnings.warn(f"{self._name}: generate: {why}", stacklevel=2)
+            warnings.warn(str(self._refused(why)), stacklevel=2)
             return program
 
     def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
@@ -263,10 +254,11 @@ class Generation:
         return shapes
 
 
-def _sizes(kwargs: Mapping[str, Any], word: str) -> object:
+def _sizes(kwargs: Mapping[str, Any], word: str) -> tuple[object, ...]:
     """Key of the sizes of a cache: the number of sequences, and shapes of arguments other than tokens and masks."""
     tensors = {name: leaf for name, leaf in kwargs.items() if name != word and isinstance(leaf, torch.Tensor)}
-    return [(name, leaf.shape[:1] if name in (*_OF_TOKENS, "attention_mask") else leaf.shape) for name, leaf in sorted(tensors.items())]
+    found = sorted(tensors.items())
+    return tuple((name, leaf.shape[:1] if name in (*_OF_TOKENS, "attention_mask") else leaf.shape) for name, leaf in found)
 
 
 def _is_alike(one: Any, other: Any) -> bool:

@@ -79,8 +79,6 @@ class Graph:
     tokens: int = 0  # number of leading outputs that are effect tokens of torch, which only order the checks
     of_calls: bool = False  # True if the results go to the caller of a module; results may then share memory
     is_derived_from: bool = False  # True if the graph will be differentiated, and then decomposed
-    traced: dict[str, str] = field(default_factory=dict)  # see `CompiledModule.traced`
-    reads: dict[str, set[str]] = field(default_factory=dict)  # path of a module -> attributes that the module read
 
     def __post_init__(self) -> None:
         as_tensors(self.fx)
@@ -207,8 +205,7 @@ class Graph:
                 yield axes
 
     def _fold(self, taken: set[str]) -> None:
-        """Computes values that depend only on `fixed` values. Constant tensors that the remaining ops read become inputs, with some
-        exceptions."""
+        """Computes values that depend only on `fixed` values. Most constant tensors that the remaining ops read become inputs."""
         buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
@@ -262,8 +259,7 @@ class Graph:
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
-        """Copy of the graph in which the inputs `names` are replicated, and ranks slice these inputs. `results` has the types of the
-        outputs."""
+        """Copy of the graph in which the inputs `names` are replicated, and sliced by the ranks. `results` has the types of the outputs."""
         made = copy(self)
         nodes = {self.names[node]: node for node in self.names}
         used = {nodes[name]: tuple(dim.axes for dim in self.input_types[name].dims) for name in names}
@@ -316,12 +312,10 @@ def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
 
 _BY_MASK = "the number of true elements is known only at a call: use torch.where(mask, x, 0), or the first k by topk or argsort"
 _VALUES = "the number of different values is known only at a call: count those of a range by torch.histc"
-_RANDOM = "draw random numbers outside, and make them an input"
-COMPLEX = "compute with real and imaginary parts"
 _INSTEAD = {
     **dict.fromkeys(("nonzero", "masked_select"), _BY_MASK),
     **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _VALUES),
-    **dict.fromkeys(("poisson", "binomial"), _RANDOM),
+    **dict.fromkeys(("poisson", "binomial"), "draw random numbers outside, and make them an input"),
     "as_strided": "it reads memory outside of its tensor: use slices, or unfold",
 }
 

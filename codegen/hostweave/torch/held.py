@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hostweave.torch.plan import tensors_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
@@ -17,8 +18,7 @@ class Held:
     def __init__(self, module: nn.Module, paths: Iterable[str]):
         found = {path: slot_of(module, path) for path in paths}
         held = {id(tensor) for *_, tensor in found.values()}
-        every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        found |= {path: slot_of(module, path) for path, tensor in every if id(tensor) in held}  # a tied tensor has several paths
+        found |= {path: slot_of(module, path) for path, tensor in tensors_of(module) if id(tensor) in held}  # also names of tied tensors
         self._slots = [(path, *slot) for path, slot in found.items()]
         self.tensors = [tensor for *_, tensor in self._slots]
         self._memory = list(map(memory_of, self.tensors))
@@ -43,15 +43,12 @@ class Folded:
         self._versions = self._now()
 
     def changed(self) -> str:
-        for name, held, key, tensor in self._slots:
-            if held.get(key) is not tensor:
-                return name
-        if (now := self._now()) != self._versions:
-            for (name, *_, tensor), copy in zip(self._slots, self._copies, strict=True):
-                if not torch.equal(tensor, copy):
-                    return name
-            self._versions = now
-        return ""
+        changed = [name for name, held, key, tensor in self._slots if held.get(key) is not tensor]
+        if not changed and (now := self._now()) != self._versions:
+            changed = [name for (name, *_, tensor), copy in zip(self._slots, self._copies, strict=True) if not torch.equal(tensor, copy)]
+            self._versions = now if not changed else self._versions
+        why = "has changed, but the program holds values that were computed from it at compile time; compile it again"
+        return f"{changed[0]} {why}" if changed else ""
 
     def _now(self) -> list[int]:
         return [tensor._version for *_, tensor in self._slots if not tensor.is_inference()]

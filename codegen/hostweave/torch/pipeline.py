@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
-from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.base.errors import ArgumentError, HostweaveError, ProgramError
 from hostweave.options import Options, options_of
-from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import not_traced
 from hostweave.torch.held import block_of, placed_like, tensor_of
@@ -22,7 +21,6 @@ from hostweave.torch.plan import AxesOfDims, mesh_of
 from hostweave.torch.schedules import schedule_of
 from hostweave.torch.stage_trace import example_of, traced_stage
 from hostweave.torch.stages import HERE, Source, Stage, WithLoss, cut, expect_matches, expect_own_parameters, stage_meshes_of
-from hostweave.types.tensor import TensorType
 
 
 class Pipeline:
@@ -39,7 +37,6 @@ class Pipeline:
         self.program, self._inputs, self._names = program, inputs, names
         self.grad_norm: torch.Tensor | None = None
         self._wants = {id(one): one.requires_grad for stage in inputs.stages for one in stage.module.parameters()}
-        self._modes = [(stage.module, stage.module.training) for stage in inputs.stages]
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -51,21 +48,17 @@ class Pipeline:
         group = current_group()
         rank = group.rank if group else None
         values = _bound(self._names, args, kwargs)
-        batches = [self._split(name, value, group) for name, value in zip(self._names, values, strict=True)]
+        count, named = self._inputs.microbatches, zip(self._names, values, strict=True)
+        batches = [None if value is None and group else _batches(f"pipeline: {name}", value, count, ArgumentError) for name, value in named]
         given, hosts = self._stepped(rank)
         with torch.no_grad():
-            for name, (stage, path, type) in self._inputs.tensors.items():
-                if name not in given:
-                    given[name] = self._own(tensor_of(stage.module, path), type, rank)
-            for name, type in ((parameter.name, parameter.type) for parameter in self.program.host.arguments):
-                if name in self._inputs.constants:
-                    given[name] = self._own(self._inputs.constants[name], type, rank)
-                elif name in self._inputs.arguments:
-                    number, one = self._inputs.arguments[name]
-                    is_here = rank is None or rank in type.mesh_in(self.program.mesh).all_ranks
-                    if is_here and batches[number] is None:
-                        raise ArgumentError(f"pipeline: {self._names[number]} is None, but rank {rank} takes it; pass this rank's rows")
-                    given[name] = batches[number][one] if is_here else None  # type: ignore[index]
+            held = {name: tensor_of(stage.module, path) for name, (stage, path) in self._inputs.tensors.items() if name not in given}
+            given |= {name: self._own(tensor, name, rank) for name, tensor in {**held, **self._inputs.constants}.items()}
+            for name, (number, one) in self._inputs.arguments.items():
+                is_here = self._is_on(rank, name)
+                if is_here and batches[number] is None:
+                    raise ArgumentError(f"pipeline: {self._names[number]} is None, but rank {rank} takes it; pass this rank's rows")
+                given[name] = batches[number][one] if is_here else None  # type: ignore[index]
             made = self.program(**given, group=group) if group else self.program.run(**given)
             loss, *others = made if isinstance(made, tuple) else (made,)
             if self._inputs.clip is not None:
@@ -80,58 +73,43 @@ class Pipeline:
         return loss  # type: ignore[no-any-return]
 
     def _stepped(self, rank: int | None) -> tuple[dict[str, Any], dict[int, list[dict[str, Any]]]]:
-        """Inputs of the optimizer steps, and for each stage of this rank the host state after its step. Inputs of stages of other ranks are
-        None."""
+        """Inputs of the optimizer steps, None for stages of other ranks, and the host state after the step of each stage of this rank."""
         given: dict[str, Any] = {}
         hosts: dict[int, list[dict[str, Any]]] = {}
         for number, updates in self._inputs.updates.items():
             stage = self._inputs.stages[number]
-            updates.expect_held("pipeline")
-            if rank is not None and rank not in stage.mesh.all_ranks:
-                names = [name for one in updates.parameters for name in one.types(self._inputs.tensors[one.name][-1])]
+            is_here = rank is not None and rank in stage.mesh.all_ranks
+            updates.expect_held(f"pipeline: stage {number}", self._inputs.types if is_here else {})
+            if rank is not None and not is_here:
+                names = [name for one in updates.parameters for name in one.types(self._inputs.types[one.name])]
                 given |= dict.fromkeys([*names, *updates.numbers()])
                 continue
             for one in updates.parameters:
-                is_whole = not isinstance(one.parameter, DTensor)
-                is_sharded = any(dim.axes for dim in self._inputs.tensors[one.name][-1].dims)
-                if rank is None and not is_whole:
+                if rank is None and isinstance(one.parameter, DTensor):
                     why = "is a DTensor, and without a group all ranks run in this process on copies of it"
                     raise ArgumentError(f"pipeline: stage {number}: {one.path} {why}; call hw.init on each rank")
-                if rank is not None and is_whole and is_sharded:
-                    why = "is replicated, but the plan shards it; make it a DTensor, or train without optimizer="
-                    raise ArgumentError(f"pipeline: stage {number}: {one.path} {why}")
             device = next((one.parameter.device for one in updates.parameters), torch.device("cpu"))
             numbers, hosts[number] = updates.next("pipeline", device)
             given |= {**updates.entries(), **numbers}
         return given, hosts
 
-    def _split(self, name: str, value: Any, group: Group | None) -> tuple[torch.Tensor, ...] | None:
-        if value is None and group is not None:
-            return None
-        count = self._inputs.microbatches
-        if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] % count:
-            of = f"{value.shape[0]} rows" if isinstance(value, torch.Tensor) and value.ndim else repr(value)
-            raise ArgumentError(f"pipeline: {name} has {of}; pass a tensor whose first dim is a multiple of microbatches={count}")
-        return value.detach().contiguous().chunk(count)
-
-    def _own(self, held: Any, type: TensorType, rank: int | None) -> Any:
+    def _own(self, held: Any, name: str, rank: int | None) -> Any:
         """This rank's block of a tensor, or None if the rank has none. Without a group, the whole tensor."""
-        if rank is not None and rank not in type.mesh_in(self.program.mesh).all_ranks:
-            return None
-        return block_of(held, rank, type, self.program.mesh).contiguous()
+        return block_of(held, rank, self._inputs.types[name], self.program.mesh).contiguous() if self._is_on(rank, name) else None
+
+    def _is_on(self, rank: int | None, name: str) -> bool:
+        """True if a rank takes a block of an input. Without a group, all ranks are in this process."""
+        return rank is None or rank in self._inputs.types[name].mesh_in(self.program.mesh).all_ranks
 
     def _expect_unchanged(self) -> None:
         for stage in self._inputs.stages:
-            if stage.state and (changed := stage.state.changed()):
-                raise ArgumentError(f"pipeline: stage {stage.number}: {changed}; compile it again")
+            if changed := stage.state.changed():
+                raise ArgumentError(f"pipeline: stage {stage.number}: {changed}")
             for path, one in stage.module.named_parameters():
                 if self._wants.get(id(one)) != one.requires_grad:
                     raise ArgumentError(
                         f"pipeline: stage {stage.number}: {path} was replaced, or its requires_grad has changed; compile again"
                     )
-        for module, mode in self._modes:
-            if module.training != mode:
-                raise ArgumentError(f"pipeline: the mode has changed from {'train' if mode else 'eval'}(); compile it again")
 
 
 def compiled_pipeline(
@@ -153,11 +131,8 @@ def compiled_pipeline(
         wiring[-1].append(Source(None, len(names)))
         names.append("target")
     args, kwargs = ((), example_inputs) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
-    examples = _bound(names, args, kwargs)
-    for name, value in zip(names, examples, strict=True):
-        if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] % microbatches:
-            why = f"example_inputs: {name} is {tuple(value.shape) if isinstance(value, torch.Tensor) else value!r}"
-            raise ProgramError(f"{HERE}: {why}; pass a tensor whose first dim is a multiple of microbatches={microbatches}")
+    bound = zip(names, _bound(names, args, kwargs), strict=True)
+    examples = [_batches(f"{HERE}: example_inputs: {name}", value, microbatches, ProgramError)[0] for name, value in bound]
     stage_meshes = stage_meshes_of(mesh_of(mesh))
     actions = schedule_of(schedule, len(modules), len(stage_meshes), microbatches)
     settings = options_of(options, "pipeline")
@@ -165,11 +140,11 @@ def compiled_pipeline(
     expect_matches(plan, modules, names)
     splits = any(action.kind == "weight" for action in actions)
     stages: list[Stage] = []
-    rows: tuple[int, AxesOfDims] = (examples[0].shape[0] // microbatches, ())
+    rows: tuple[int, AxesOfDims] = (examples[0].shape[0], ())
     for number, (module, sources) in enumerate(zip(modules, wiring, strict=True)):
         if number and not isinstance(pipe, Pipe):
             sources[:0] = [Source(number - 1, at) for at in range(len(stages[-1].outer.of_module))]
-        given = [example_of(stages, source, examples, microbatches) for source in sources]
+        given = [example_of(stages, source, examples) for source in sources]
         mesh_of_stage, is_last = stage_meshes[number % len(stage_meshes)], number == len(modules) - 1
         stage, rows = traced_stage(number, module, mesh_of_stage, sources, given, names, plan, rows, settings, splits, is_last)
         stages.append(stage)
@@ -179,6 +154,13 @@ def compiled_pipeline(
         settings = replace(settings, stages="as_written")
     inputs = PipelineInputs(stages, names, microbatches, optimizer, clip_grad_norm)
     return Pipeline(inputs, compile_program(recorded(inputs, actions), target=device, options=settings), names)
+
+
+def _batches(name: str, value: Any, count: int, error: type[HostweaveError]) -> tuple[torch.Tensor, ...]:
+    if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] % count:
+        of = f"{value.shape[0]} rows" if isinstance(value, torch.Tensor) and value.ndim else repr(value)
+        raise error(f"{name} has {of}; pass a tensor whose first dim is a multiple of microbatches={count}")
+    return value.detach().contiguous().chunk(count)
 
 
 def _bound(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

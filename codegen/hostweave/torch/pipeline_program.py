@@ -30,12 +30,12 @@ class PipelineInputs:
         self.types: dict[str, Any] = {}
         self.name_of: dict[Any, str] = {}  # key of a value -> input of the program
         self.updates: dict[int, Updates] = {}  # by stage number
-        self.tensors: dict[str, tuple[Stage, str, TensorType]] = {}  # input of the program -> (stage, path of the module's tensor, type)
+        self.tensors: dict[str, tuple[Stage, str]] = {}  # input of the program -> (stage, path of the module's tensor)
         self.constants: dict[str, torch.Tensor] = {}
         self.arguments: dict[str, tuple[int, int]] = {}  # input of the program -> (index of the argument, micro-batch)
         self.updated: list[tuple[Stage, str]] = []  # parameters whose gradients the program returns
         for stage in stages:
-            for part in (stage.forward, *(part for part, _ in stage.parts.values())):
+            for part in (stage.forward, *stage.parts.values()):
                 self._enter_inputs_of(part, stage, names)
         for stage in stages if optimizer else ():
             self.updates[stage.number] = self._updates_of(stage, optimizer)
@@ -53,7 +53,7 @@ class PipelineInputs:
 
     def _enter_tensor(self, stage: Stage, path: str, type: TensorType) -> str:
         name = self._enter((stage.number, path), name_of(path), type)
-        self.tensors.setdefault(name, (stage, path, type))
+        self.tensors[name] = stage, path
         return name
 
     def _enter_inputs_of(self, part: StagePart, stage: Stage, names: list[str]) -> None:
@@ -109,7 +109,7 @@ class _Recording:
             if kind == "forward":
                 self._forward(stage, one)
             elif kind in stage.parts:
-                self._backward(stage, *stage.parts[kind], one)
+                self._backward(stage, stage.parts[kind], one)
         scaled = sum(self.losses[1:], self.losses[0]) * (1 / self.pipeline.microbatches)
         if self.pipeline.updates:
             return scaled, *self._step()
@@ -122,8 +122,8 @@ class _Recording:
         pipeline = self.pipeline
         gradients: dict[int, list[hw.Tensor]] = {}
         for number, updates in pipeline.updates.items():
-            dims = {one.path: [dim.axes for dim in pipeline.tensors[one.name][-1].dims] for one in updates.parameters}
-            gradients[number] = [resharded(self.gradients[number, path], tuple(axes)) for path, axes in dims.items()]
+            axes = {one.path: tuple(dim.axes for dim in pipeline.types[one.name].dims) for one in updates.parameters}
+            gradients[number] = [resharded(self.gradients[number, path], of) for path, of in axes.items()]
         norms: dict[Mesh, hw.Tensor] = {}
         if (limit := pipeline.clip) is not None:
             first = pipeline.stage_meshes[0]
@@ -166,9 +166,7 @@ class _Recording:
             loss = stage.joint.results[stage.joint.differentiable.index(True)]
             self.losses.append(self.results_of[stage.number, one][loss])
 
-    def _backward(self, stage: Stage, part: StagePart, returned: list[Any], one: int) -> None:
-        """Calls a function of the backward pass. For each result, `returned` has the index of a source if the result is its gradient, or
-        the name of a saved value."""
+    def _backward(self, stage: Stage, part: StagePart, one: int) -> None:
         results, kept = self.results_of[stage.number, one], self.kept.setdefault((stage.number, one), {})
         saved = {node.name: results[node] for node in stage.joint.saved if node in results}
         differentiable = [node for node, has in zip(stage.joint.results, stage.joint.differentiable, strict=True) if has]
@@ -187,7 +185,7 @@ class _Recording:
             return self._leaf(stage, part, node, name, one)
 
         made = part(value)
-        for node, what in zip(part.graph.returned, returned, strict=True):
+        for node, what in zip(part.graph.returned, part.returned, strict=True):
             gradient = made.get(node)
             if isinstance(what, str):
                 kept[what] = made[node]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from hostweave.api import Program
@@ -16,6 +15,7 @@ from hostweave.api import compile as compile_program
 from hostweave.options import Options, options_of
 from hostweave.torch.bound import ProgramPart
 from hostweave.torch.compiled import CompiledModule
+from hostweave.torch.exported import Exported
 from hostweave.torch.graph import Graph, expect_unchecked, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case
@@ -28,7 +28,7 @@ from hostweave.types.mesh import Mesh
 
 
 def compiled(
-    exported: tuple[ExportedProgram, dict[str, str], dict[str, set[str]]],
+    exported: Exported,
     module: nn.Module,
     layouts: Layouts,
     mesh: Mesh,
@@ -40,9 +40,7 @@ def compiled(
 ) -> CompiledModule:
     """Compiles a module that was exported for the arguments `given` (args, kwargs). `step` has the optimizer, clip_grad_norm, accumulate
     and scaler of a whole training step."""
-    graph_of, how, reads = exported
-    graph = read(graph_of, layouts, mesh, training, of_calls=True)
-    graph.traced, graph.reads = how, reads
+    graph = read(exported.program, layouts, mesh, training, of_calls=True)
     name = snake_case(type(module).__name__)
     settings = options_of(options, name)
     state_written(graph, name, settings)
@@ -61,11 +59,11 @@ def compiled(
         part = ProgramPart(graph, module, program_of)
         if mesh.size > 1 and settings.overlap == "auto" and vary(graph, settings.sizes):
             part.ranges = Ranges(graph, lambda sizes: ProgramPart(graph, module, partial(program_of, sizes=sizes)))
-        return CompiledModule(module, graph_of, graph, part)
+        return CompiledModule(module, exported, graph, part)
     if step is not None:
         expect_unchecked(graph, "a whole step")
     wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(given)]
     joint = joint_of(graph, wanted, step is not None)
     if step is not None:
-        return TrainingStep(module, graph_of, joint, program_of, *step)
-    return TrainingModule(module, graph_of, joint, program_of)
+        return TrainingStep(module, exported, joint, program_of, *step)
+    return TrainingModule(module, exported, joint, program_of)

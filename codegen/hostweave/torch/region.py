@@ -49,8 +49,7 @@ class RegionPlan:
     settings: Mapping[str, Any]
 
     def mesh_for(self, values: Sequence[Any]) -> Mesh:
-        """Mesh for a graph that reads `values`: the root of the largest device mesh among them. Without device meshes, the plan's mesh, or
-        one rank."""
+        """Mesh of a graph that reads `values`: the root of their largest device mesh. Without one, the mesh of the plan, or one rank."""
         found = [value.device_mesh for value in values if isinstance(value, DTensor)]
         found += [value for value in values if isinstance(value, DeviceMesh)]
         if not found:
@@ -163,11 +162,9 @@ class Region:
         training = torch.is_grad_enabled() and any(getattr(value_of(node), "requires_grad", False) for node in self._outputs)
         dynamic = {"given": examples.dynamic} if examples.is_dynamic else None
         with torch.set_grad_enabled(training):
-            graph_of, how, reads = exported(module, (), examples.tensors, dynamic, training)
-            self._mark(graph_of.graph, layouts)
-            program = compiled(
-                (graph_of, how, reads), module, layouts, self._mesh, ((), examples.tensors), training=training, **self._plan.settings
-            )
+            graph_of = exported(module, (), examples.tensors, dynamic, training)
+            self._mark(graph_of.program.graph, layouts)
+            program = compiled(graph_of, module, layouts, self._mesh, ((), examples.tensors), training=training, **self._plan.settings)
         if self._mesh.size == 1:
             program.alone_on = next((node.meta["example_value"].device for node in self._part.nodes if not is_number(node)), None)
         self._part.model = program

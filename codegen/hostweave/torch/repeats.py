@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from hostweave.torch.nodes import OF_TORCH, written_by
 from hostweave.torch.ops import define, ops
 from hostweave.torch.plan import tensors_of
 from hostweave.torch.replaced import replaced
-from hostweave.torch.state import autocast_dtypes, is_same
+from hostweave.torch.state import CODE, autocast_dtypes, is_same
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # attributes that `_structure` describes
 _ABSENT = object()
@@ -69,8 +68,7 @@ define("layer(Tensor[] taken, Tensor[] own, int number, str path) -> Tensor[]", 
 
 
 class _LayerCall:
-    """A call of a layer. `key` is equal for calls with equal arguments, modes and caches, and None if arguments or caches cannot be
-    compared."""
+    """A call of a layer. `key` is equal for calls with equal arguments, modes and caches, and None if these cannot be compared."""
 
     def __init__(self, layer: nn.Module, args: Any, kwargs: Any):
         self.leaves, self.spec = flat((args, kwargs))
@@ -148,8 +146,7 @@ class Repeats:
         return forward
 
     def _first(self, path: str, layer: nn.Module, own: Any, structure: object, call: _LayerCall) -> tuple[_First, list[torch.Tensor], str]:
-        """Traces a layer. Returns the layer, the result tensors with tensors of the cache, and "" or the reason why the trace cannot
-        represent other layers."""
+        """Traces a layer. Returns the layer, its results and cache tensors, and "" or the reason why it cannot represent other layers."""
         traced = Traced(path, len(call.arguments))
         self._traced.append(traced)
         begun = list(ops.layer_begins(*call.operands, traced.number))
@@ -243,8 +240,7 @@ def _contents(value: Any) -> Any:
     """Copy of an object's mutable contents."""
     if isinstance(value, dict | list | set):
         return value.copy()
-    is_code = isinstance(value, type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType)
-    return None if is_code else dict(getattr(value, "__dict__", ()))
+    return None if isinstance(value, CODE) else dict(getattr(value, "__dict__", ()))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from hostweave.options import Options
 from hostweave.torch.exported import exported
 from hostweave.torch.graph import Graph, Origin, expect_unchecked, read
 from hostweave.torch.joint import joint_of
-from hostweave.torch.plan import AxesOfDims, Layouts, layouts
+from hostweave.torch.plan import AxesOfDims, layouts
 from hostweave.torch.stages import HERE, Source, Stage, StagePart, entries_for
 from hostweave.torch.state import State
 from hostweave.torch.trace import traced_function
@@ -22,11 +22,10 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
 
-def example_of(stages: Sequence[Stage], source: Source, examples: Sequence[Any], microbatches: int) -> torch.Tensor:
-    """Example of an argument of a stage, for one micro-batch."""
+def example_of(stages: Sequence[Stage], source: Source, examples: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Example of an argument of a stage. `examples` has the arguments of the pipeline, for one micro-batch."""
     if source.stage is None:
-        first: torch.Tensor = examples[source.number].detach().chunk(microbatches)[0]
-        return first
+        return examples[source.number]
     maker = stages[source.stage]
     if source.number >= len(maker.outer.of_module) or (node := maker.outer.of_module[source.number]) not in maker.joint.results:
         why = f"result {source.number} of stage {source.stage} is not a tensor that the stage computes"
@@ -50,11 +49,11 @@ def traced_stage(
     is_last: bool,
 ) -> tuple[Stage, tuple[int, AxesOfDims]]:
     """Returns the stage, and `rows`: the number of rows of a micro-batch, and the mesh axes of the rows."""
-    graph_of, _, reads = exported(module, tuple(given), {}, None, True)
-    names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    graph_of = exported(module, tuple(given), {}, None, True)
+    names = graph_of.arguments
     labels = [arguments[source.number] if source.stage is None else name for source, name in zip(sources, names, strict=True)]
     dims = {label: one.ndim for label, one in zip(labels, given, strict=True)}
-    stated = layouts(entries_for(plan, module, labels), module, dims, mesh, Layouts())
+    stated = layouts(entries_for(plan, module, labels), module, dims, mesh)
     stated.inputs = {name: stated.inputs[label] for label, name in zip(labels, names, strict=True) if label in stated.inputs}
     if not rows[1]:
         rows = rows[0], next((axes[:1] for axes in stated.inputs.values() if axes and axes[0]), ())
@@ -62,7 +61,7 @@ def traced_stage(
         if rows[1] and one.ndim and one.shape[0] == rows[0]:
             stated.inputs.setdefault(name, (*rows[1], *(() for _ in one.shape[1:])))
     stated.data |= {axis for axes in rows[1] for axis in axes if axis != "tp"}
-    outer = read(graph_of, stated, mesh, True)
+    outer = read(graph_of.program, stated, mesh, True)
     if outer.written:
         path = outer.origins[next(iter(outer.written))].name
         why = f"stage {number} writes to {path} in forward, which is not supported in a pipeline"
@@ -79,7 +78,7 @@ def traced_stage(
     for node, origin in zip(backward.returned, joint.origins, strict=True):
         if node in backward.constants:
             raise ProgramError(f"{HERE}: stage {number}: the gradient of {origin.name} is a constant; set its requires_grad to False")
-    stage = Stage(number, module, mesh, sources, outer, joint, forward, {}, State(module, reads))
+    stage = Stage(number, module, mesh, sources, outer, joint, forward, State(module, graph_of.reads))
     every = [at for at, node in enumerate(backward.returned) if isinstance(node, Node)]
     of_inputs = [at for at in every if stage.source_of(at) is not None]
     if not splits:
@@ -89,24 +88,22 @@ def traced_stage(
     else:
         first, kept = _half(backward, of_inputs, {})
         stage.parts["input"] = _backward_part(first, [*of_inputs, *kept], f"{name}_backward_input", options)
-        types = dict(zip(kept, stage.parts["input"][0].types[len(of_inputs) :], strict=True))
+        types = dict(zip(kept, stage.parts["input"].types[len(of_inputs) :], strict=True))
         of_weights = [at for at in every if at not in of_inputs]
         second, _ = _half(backward, of_weights, types)
         stage.parts["weight"] = _backward_part(second, of_weights, f"{name}_backward_weight", options)
     return stage, rows
 
 
-def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options) -> tuple[StagePart, list[Any]]:
-    returned = [at if isinstance(node, Node) else None for at, node in enumerate(graph.returned)]
-    assert len(numbers) == sum(one is not None for one in returned), name
+def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options) -> StagePart:
     each = iter(numbers)
-    return StagePart(graph, *traced_function(graph, name, options)), [None if one is None else next(each) for one in returned]
+    returned = [next(each) if isinstance(node, Node) else None for node in graph.returned]
+    return StagePart(graph, *traced_function(graph, name, options), returned)
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:
-    """Half of a backward pass, as a graph of the wanted gradients, and the names of the values that this half saves. The first half saves
-    values for the second half, which takes the values as arguments. `before` has the types of the saved values, and is empty in the first
-    half."""
+    """Half of a backward pass, as a graph of the wanted gradients, and the names of the values that this half saves. The second half takes
+    the values of the first half as arguments. `before` has the types of these values, and is empty in the first half."""
     outputs: list[Any] = [graph.returned[at] for at in wanted]
     nodes = list(graph.fx.nodes)
     inner, following = set[Node](), [*outputs]

@@ -38,6 +38,7 @@ class StagePart:
     graph: Graph
     function: BlockFunction
     types: list[TensorType]
+    returned: list[Any] = field(default_factory=list)  # backward pass: per result, index of its source, name of a saved value, or None
 
     def __call__(self, value: Callable[[Node, str], hw.Tensor]) -> dict[Node, hw.Tensor]:
         """Calls the function, and maps nodes to results. `value(node, name)` returns the argument for an input of the graph."""
@@ -56,13 +57,13 @@ class Stage:
     outer: Graph
     joint: Joint
     forward: StagePart
-    parts: dict[str, tuple[StagePart, list[Any]]] = field(default_factory=dict)  # by action: (part, an index, a name or None per result)
-    state: State | None = None
+    state: State
+    parts: dict[str, StagePart] = field(default_factory=dict)  # by action
 
     @property
     def trained(self) -> list[tuple[str, TensorType]]:
         """(path, type in the program) of each parameter that gets a gradient."""
-        numbers = [what for _, returned in self.parts.values() for what in returned if isinstance(what, int)]
+        numbers = [what for part in self.parts.values() for what in part.returned if isinstance(what, int)]
         own = [(self.joint.origins[at], self.joint.sources[at]) for at in numbers if self.source_of(at) is None]
         return [(origin.name, self.outer.type_of(node, self.joint.axes_of(origin))) for origin, node in own]
 

@@ -16,13 +16,16 @@ from torch.utils.hooks import RemovableHandle
 _OF_TORCH = set(vars(nn.Module())) - {"training"}  # read by torch
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ABSENT = object()
-_CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType | types.BuiltinFunctionType
+CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType | types.BuiltinFunctionType
 
 
 class State:
-    """Recorded values, by the path of each module."""
+    """The mode and submodules of a module, torch.autocast, and recorded values by the path of each module."""
 
     def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
+        self._module, self._training, self._autocast = module, module.training, autocast_dtypes()
+        self._parts = [part._modules for part in module.modules()]
+        self._parts_before = [dict(parts) for parts in self._parts]
         modules = {path: part for path, part in module.named_modules() if path in reads}
         self._names = {path: sorted(reads[path] - _OF_TORCH) for path in modules}
         self._held = {path: vars(part) for path, part in modules.items()}
@@ -48,10 +51,12 @@ class State:
         self._sizes, self._handles = list(map(len, self._sized)), RemovableHandle.next_id
 
     def changed(self) -> str:
-        """Describes a change since compile time, or returns ""."""
+        """Describes a change since compile time and the remedy, or returns ""."""
         try:
             is_same = (
                 [read(held) for read, held in self._fast] == self._expected
+                and (self._module.training, autocast_dtypes()) == (self._training, self._autocast)
+                and self._parts == self._parts_before
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
                 and RemovableHandle.next_id == self._handles  # no hook was added to any module
@@ -67,6 +72,16 @@ class State:
         return found
 
     def _differences(self) -> Iterator[str]:
+        if (now := autocast_dtypes()) != self._autocast:
+            why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile time"
+            yield f"{why}; call it under the same autocast, or compile it within torch.autocast"
+        yield from (f"{change}; compile it again" for change in self._changes())
+
+    def _changes(self) -> Iterator[str]:
+        for before, now in zip(self._parts_before, self._parts, strict=True):
+            yield from (f"{name} was replaced after compilation" for name, part in before.items() if now.get(name) is not part)
+        if self._module.training != self._training:
+            yield f"the mode has changed from {'train' if self._training else 'eval'}()"
         for path, held in self._held.items():
             for name in self._names[path]:
                 before, now = self._values[path][name], held.get(name, _ABSENT)
@@ -109,7 +124,7 @@ def _containers(found: list[Any]) -> list[Any]:
     while following:
         one = following.pop()
         is_constant = isinstance(one, tuple | frozenset)
-        if id(one) in seen or isinstance(one, _CODE) or not (is_constant or isinstance(one, dict | list | set) or hasattr(one, "__dict__")):
+        if id(one) in seen or isinstance(one, CODE) or not (is_constant or isinstance(one, dict | list | set) or hasattr(one, "__dict__")):
             continue
         if type(one).__module__.partition(".")[0] == "torch":
             continue
@@ -140,3 +155,7 @@ NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
     """Dtypes of torch.autocast on the CPU and on GPUs, with None for a device on which autocast is off."""
     return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
+
+
+def _in_words(autocast: tuple[torch.dtype | None, ...]) -> str:
+    return " and ".join(f"{dtype} of {device}" for device, dtype in zip(("cpu", "cuda"), autocast, strict=True) if dtype) or "off"

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.export import ExportedProgram
 
 import hostweave as hw
-from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.bound import ProgramPart
+from hostweave.torch.exported import Exported
 from hostweave.torch.graph import GradientUpdate, Graph
 from hostweave.torch.held import tensor_of
 from hostweave.torch.joint import Joint
@@ -33,15 +32,14 @@ class TrainingStep(Differentiated):
     The program `program` computes both passes, and updates parameters and the tensors in `optimizer.state` in place. Before each update,
     the optimizer's code computes numbers such as learning rates on the host. A TrainingStep is a CompiledModule without `capture`.
 
-    With `accumulate=N`, the gradients of N calls are added, and the last of the N calls updates the parameters. With `clip_grad_norm`,
-    `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the update is skipped if a gradient is not finite:
-    parameters and optimizer state do not change. After each update, skipped or not, the step calls `scaler.update`.
+    With `clip_grad_norm`, `grad_norm` is the gradient norm of the last update, before clipping. With `scaler`, the update is skipped if a
+    gradient is not finite: parameters and optimizer state do not change.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        exported: ExportedProgram,
+        exported: Exported,
         joint: Joint,
         compile: Compile,
         optimizer: torch.optim.Optimizer,
@@ -73,22 +71,15 @@ class TrainingStep(Differentiated):
         """
         passed, given = self._leaves(args, kwargs)
         group = current_group()
-        written = {} if group is None else {one.name: one.parameter for one in self._updates.parameters}
-        for name, parameter in written.items():
-            if not isinstance(parameter, DTensor) and any(dim.axes for dim in self._part.graph.input_types[name].dims):
-                raise ArgumentError(
-                    f"{self._name}: {name} is replicated, but the plan shards it; make it a DTensor, or train without optimizer="
-                )
-        self._updates.expect_held(self._name)
+        self._updates.expect_held(self._name, self._part.graph.input_types if group else {})
         results = (self._add if self._added + 1 < self._accumulate else self._step)(given, group)
         return self._ended(passed, results)
 
     def _step(self, given: Sequence[Any], group: Group | None) -> list[Any]:
-        """Results of the module. Updates parameters and state."""
         part, updates = self._part, self._updates
         had_state = updates.has_state()
         numbers, hosts = updates.next(self._name, self._device)
-        made = part({**part.taken(given), **updates.entries(), **self._sums_now(), **self._scale_now(), **numbers}, group)
+        made = part({**self._taken(part, given), **updates.entries(), **numbers}, group)
         count, self._added = len(self._joint.results), 0
         if self._clip is not None:
             self.grad_norm = made[count]
@@ -99,23 +90,18 @@ class TrainingStep(Differentiated):
         return made[:count]
 
     def _add(self, given: Sequence[Any], group: Group | None) -> list[Any]:
-        """Results of the module. Adds the gradients to the sums."""
         is_first = copied_to(self._device, torch.tensor(float(self._added == 0)))
-        made = self._adding({**self._adding.taken(given), **self._sums_now(), **self._scale_now(), _IS_FIRST: is_first}, group)
+        made = self._adding({**self._taken(self._adding, given), _IS_FIRST: is_first}, group)
         self._added += 1
         return made[: len(self._joint.results)]
 
-    def _sums_now(self) -> dict[str, torch.Tensor]:
-        """Accumulated gradients on this rank."""
+    def _taken(self, part: ProgramPart, given: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Inputs of a part that both programs have, including the accumulated gradients and the loss scale."""
         if self._accumulate > 1 and not self._sums:
             self._sums = {f"{one.name}_{_SUM}": torch.zeros_like(local(one.parameter)) for one in self._updates.parameters}
-        return self._sums
-
-    def _scale_now(self) -> dict[str, torch.Tensor]:
-        return {SCALE: self._scale.now()} if self._scale else {}
+        return {**part.taken(given), **self._sums, **({SCALE: self._scale.now()} if self._scale else {})}
 
     def _update(self, graph: Graph) -> GradientUpdate:
-        """The optimizer's step at the end of the program."""
         updates = self._updates
         of_name = {one.name: one for one in updates.parameters}
         types: dict[str, TensorType] = {}
@@ -128,7 +114,6 @@ class TrainingStep(Differentiated):
         return GradientUpdate(types, donated, len(updates.parameters), self._compute)
 
     def _addition(self, graph: Graph) -> GradientUpdate:
-        """At the end of the program, adds the gradients of the call to the accumulated gradients."""
         own = {f"{one.name}_{_SUM}": graph.input_types[one.name] for one in self._updates.parameters}
         donated = {name: number for number, name in enumerate(own, self._count_of_results(graph))}
 

@@ -9,16 +9,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.export import ExportedProgram
 from torch.fx import Node
 
 import hostweave as hw
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
-from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.torch.bound import ProgramPart
 from hostweave.torch.compiled import CompiledModule
+from hostweave.torch.exported import Exported
 from hostweave.torch.held import placed_like, tensor_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.ops import keep, kept
@@ -29,7 +28,7 @@ Compile = Callable[..., Program]  # (graph, end of the program's name)
 
 
 class Differentiated(CompiledModule):
-    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: ProgramPart):
+    def __init__(self, module: nn.Module, exported: Exported, joint: Joint, *parts: ProgramPart):
         super().__init__(module, exported, joint.outer, *parts)
         self._joint = joint
         # The lists have an entry for each argument of the joint graph: the parameter or None, and True for a parameter that requires grad.
@@ -37,16 +36,14 @@ class Differentiated(CompiledModule):
         self._wants = [held is not None and held.requires_grad for held in self._held]
 
     def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ArgumentError(
-            f"{self._name}: capture: a module compiled for training cannot be captured; pass "
-            'options=hw.Options(graph="auto"), or compile it again without gradients'
-        )
+        remedy = 'pass options=hw.Options(graph="auto"), or compile it again without gradients'
+        raise self._refused(f"capture: a module compiled for training cannot be captured; {remedy}")
 
     def _expect_unchanged(self) -> None:
         super()._expect_unchanged()
         for origin, held, wanted in zip(self._joint.origins, self._held, self._wants, strict=True):
             if held is not None and (now := held.requires_grad) != wanted:
-                raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, but had {wanted} at compile time; compile again")
+                raise self._refused(f"{origin.name} has requires_grad={now}, but had {wanted} at compile time; compile again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
         """Tensor for an argument of the joint graph. None for a buffer or a constant."""
@@ -55,10 +52,8 @@ class Differentiated(CompiledModule):
             return self._held[number]
         tensor = arrays[self._joint.outer.names[self._joint.sources[number]]]
         if tensor.requires_grad and torch.is_grad_enabled() and not self._joint.needs_gradient.get(origin.name):
-            raise ArgumentError(
-                f"{self._name}: {origin.name} requires grad, but did not at compile time; compile with example_inputs that require grad, "
-                "or detach() it"
-            )
+            remedy = "compile with example_inputs that require grad, or detach() it"
+            raise self._refused(f"{origin.name} requires grad, but did not at compile time; {remedy}")
         return tensor
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
@@ -67,7 +62,7 @@ class Differentiated(CompiledModule):
         expect_eager(self._name, [*self._held_tensors.tensors, *arrays.values()])
         self._expect_unchanged()
         if torch.is_grad_enabled() and (found := inference_tensor(arrays.items())):
-            raise ArgumentError(f"{self._name}: {found}")
+            raise self._refused(found)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
         return passed, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
@@ -85,10 +80,9 @@ class Differentiated(CompiledModule):
 
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`. `backward()` of an output adds to `.grad` of the parameters. `program` computes the
-    outputs and the values saved for the backward pass. The program `backward` computes the gradients. A TrainingModule is a CompiledModule
-    without `capture`."""
+    outputs and the saved values. The program `backward` computes the gradients. A TrainingModule is a CompiledModule without `capture`."""
 
-    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
+    def __init__(self, module: nn.Module, exported: Exported, joint: Joint, compile: Compile):
         graph = joint.forward_graph(joint.shared)
         forward = ProgramPart(graph, module, compile, joint.numbers_of(graph))
         backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.results])
@@ -131,8 +125,7 @@ class TrainingModule(Differentiated):
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
-        """Converts gradients to the layout of the parameters. A gradient becomes a DTensor if its parameter is a DTensor, and is gathered
-        if its parameter is whole on each rank."""
+        """Makes a gradient a DTensor if its parameter is a DTensor, and gathers a gradient if its parameter is whole on each rank."""
         made: list[Any] = list(found)
         if self._sharded:
             whole = self._gather_program()(*(found[number] for number in self._sharded), group=group)
@@ -180,22 +173,17 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         model: TrainingModule = ctx.model
-        name = model._name
-        expect_eager(name, tangents)
+        expect_eager(model._name, tangents)
         if torch.is_grad_enabled():
-            raise ArgumentError(f"{name}: second derivatives are not compiled; call backward without create_graph=True")
+            raise model._refused("second derivatives are not compiled; call backward without create_graph=True")
         try:
             values = kept(ctx)
         except RuntimeError as error:
             if "second time" in str(error):
-                raise ArgumentError(
-                    f"{name}: backward is called a second time, and its saved tensors are freed; call the module again, or the first "
-                    "backward with retain_graph=True"
-                ) from error
-            raise ArgumentError(
-                f"{name}: a parameter, an argument or a result was written to after the call, and backward needs the old values; call "
-                "backward before the write, or call the module again"
-            ) from error
+                why = "backward is called a second time, and its saved tensors are freed"
+                raise model._refused(f"{why}; call the module again, or the first backward with retain_graph=True") from error
+            why = "a parameter, an argument or a result was written to after the call, and backward needs the old values"
+            raise model._refused(f"{why}; call backward before the write, or call the module again") from error
         wanted = [tangent for tangent, has in zip(tangents, model._joint.differentiable, strict=True) if has]
         given = values[ctx.kept : ctx.kept + len(model._joint.origins)]
         return None, None, *model._gradients(ctx.group, given, values[: ctx.kept], wanted)

@@ -53,8 +53,7 @@ class Updated(NamedTuple):
         return [end for key, end in self.entries.items() if results[key].source != key]
 
     def types(self, stated: TensorType) -> dict[str, TensorType]:
-        """Types of `entries` by name. Entries are sharded like the parameter if they have the parameter's shape, and otherwise
-        replicated."""
+        """Types of `entries` by name. Entries of the parameter's shape are sharded like the parameter, and all others are replicated."""
         found = {self.name: stated}
         for key, entry in self.recorded.entries.items():
             dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))
@@ -83,8 +82,7 @@ def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor
 
 
 class Updates:
-    """The step of an optimizer in a program. `taken` has the names of all other inputs of the program. Names of functions begin with
-    `prefix`."""
+    """The step of an optimizer in a program. `taken` has the names of all other inputs. Names of functions begin with `prefix`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Updated], taken: Collection[str], prefix: str = ""):
         self.optimizer, self.parameters, self._prefix = optimizer, parameters, prefix
@@ -155,8 +153,7 @@ class Updates:
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """Returns a function that updates a layer, with the keys of `_names_in` as arguments. The function computes in f64 for f64 values,
-        otherwise in f32."""
+        """Returns a function that updates a layer, with the keys of `_names_in` as arguments, in f64 for f64 values, otherwise in f32."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []
@@ -178,13 +175,18 @@ class Updates:
 
     # --- a call --------------------------------------------------------------------------------------------------------
 
-    def expect_held(self, name: str) -> None:
-        """Refuses a step if the optimizer has lost a parameter, or in torch.inference_mode(). `name` is the module's name."""
+    def expect_held(self, name: str, sharded: Mapping[str, TensorType]) -> None:
+        """Refuses a step in torch.inference_mode(), if the optimizer has lost a parameter, or if a parameter of this rank is not sharded as
+        in the program. `sharded` has the types of this rank's inputs, and is empty without a group."""
         if torch.is_inference_mode_enabled():
             raise ArgumentError(f"{name}: torch.inference_mode() is on, in which no tensor can be trained; call the step outside of it")
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         if gone := next((one.path for one in self.parameters if id(one.parameter) not in held), None):
             raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")
+        for one in self.parameters if sharded else ():
+            if not isinstance(one.parameter, DTensor) and any(dim.axes for dim in sharded[one.name].dims):
+                why = "is replicated, but the plan shards it; make it a DTensor, or train without optimizer="
+                raise ArgumentError(f"{name}: {one.path} {why}")
 
     def next(self, name: str, device: torch.device) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """Computes the changing numbers of the next step, and the host state of each parameter after this step."""

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
-from hostweave.base.errors import ProgramError  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
 from hostweave.torch.schedules import SCHEDULES, Action, schedule_of  # noqa: E402
 
 WIDTH, WORDS, BATCHES = 8, 11, 4
@@ -261,7 +261,7 @@ def test_1f1b_keeps_few_micro_batches() -> None:
             {"stages": 4, "microbatches": 3, "rows": 3},
             "each part of the mesh runs micro-batches in groups of 2, but there are 3; use a multiple of 2",
         ),
-        ({"microbatches": 3}, r"x is \(4, 8\); pass a tensor whose first dim is a multiple of microbatches=3"),
+        ({"microbatches": 3}, r"x has 4 rows; pass a tensor whose first dim is a multiple of microbatches=3"),
         ({"mesh": {"tp": 2, "pp": 2}}, "pp is not the first axis"),
         ({"mesh": {"dp": 2, "tp": 2}}, "has no axis pp for the stages"),
         ({"plan": {"nothing": "-, -"}}, '"nothing" matches none of the parameters, inputs or modules of a stage'),
@@ -301,3 +301,15 @@ def test_mistakes_with_optimizers(changed: dict[str, Any], message: str) -> None
     options = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.SGD(stages[0].parameters()), **changed}
     with pytest.raises(ProgramError, match=message):
         hostweave.torch.compile(stages, hw.Mesh(pp=2), {}, (x, x), **options)
+
+
+def test_changes_after_compilation() -> None:
+    model, _, step, given = chain(2, "1f1b", 2)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"pipeline: stage 0: torch.autocast is torch.bfloat16"):
+        step(*given)
+    model[1].norm = nn.LayerNorm(WIDTH)
+    with pytest.raises(ArgumentError, match="pipeline: stage 1: norm was replaced after compilation; compile it again"):
+        step(*given)
+    model[0].eval()
+    with pytest.raises(ArgumentError, match=r"pipeline: stage 0: the mode has changed from train\(\); compile it again"):
+        step(*given)
