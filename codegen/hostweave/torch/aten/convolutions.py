@@ -9,7 +9,7 @@ from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.shapes import padded, part
+from hostweave.torch.aten.shapes import padded, part, size_along
 from hostweave.torch.aten.table import TORCH_DTYPES, Result, aten, cast, wide
 from hostweave.torch.windows import each
 from hostweave.types.size import Size, product
@@ -56,8 +56,7 @@ class _Kernel:
             row: Any = record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=x)
             row = (int(size) - 1 - row) * step if is_reversed else row * step
             for inner in range(dim + 3, x.ndim):
-                length = x.shape[inner]
-                row = row * (length if isinstance(length, int) else hw.max(hw.iota(x, inner, hw.i64)) + 1)
+                row = row * size_along(x, inner, hw.i64)
             row = hw.reshape(row, *(size if i == dim else 1 for i in range(len(sizes))))
             total = row if total is None else total + row
         return hw.reshape(total, _count(sizes))

@@ -9,7 +9,7 @@ import torch
 import hostweave as hw
 from hostweave.fusion_ir.frontend.composites import MAX_RANDOM_DIMS
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.shapes import beside, first, numbered, padded, part
+from hostweave.torch.aten.shapes import beside, first, numbered, part
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
 from hostweave.types.size import product
@@ -235,13 +235,9 @@ def _slice_scatter(
     begin, count = min(max(0, (start or 0) + size * ((start or 0) < 0)), size), int(source.shape[dim])
     if step == 1:
         return _between(x, source, dim, begin, count)
-    every = hw.broadcast_to(hw.expand_dims(source, dim + 1), *source.shape[:dim], count, step, *source.shape[dim + 1 :])
-    own = hw.reshape(every, *source.shape[:dim], count * step, *source.shape[dim + 1 :])
-    before = begin // step * step
-    after = size - before - count * step
-    own = padded(result, own, [*(0 for _ in range(2 * (x.ndim - 1 - dim))), before, after]) if before or after else own
     position = hw.iota(x, dim) - begin
     seen = (position % step == 0) & (position >= 0) & (position < count * step)
+    own = hw.take(source, hw.clip(position // step, 0, count - 1), dim)
     return hw.where(hw.expand_dims(seen, tuple(range(1, x.ndim - dim))) if dim < x.ndim - 1 else seen, own, x)
 
 

@@ -84,7 +84,7 @@ def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) 
     return hw.pad(x, widths, value=number_of(x.dtype, value)) if any(widths) else x
 
 
-def _size(x: hw.Tensor, dim: int, dtype: Any) -> Any:
+def size_along(x: hw.Tensor, dim: int, dtype: Any) -> Any:
     """A size as an int, or as a tensor with one element if the size is unknown at compile time."""
     size = x.shape[dim]
     return size if isinstance(size, int) else hw.max(hw.iota(x, dim, dtype)) + 1
@@ -93,7 +93,7 @@ def _size(x: hw.Tensor, dim: int, dtype: Any) -> Any:
 @aten("flip.default")
 def _flip(result: Result, x: hw.Tensor, dims: Sequence[int]) -> hw.Tensor:
     for dim in dims:
-        x = hw.take(x, _size(x, dim, hw.i32) - 1 - hw.iota(x, dim), dim)
+        x = hw.take(x, size_along(x, dim, hw.i32) - 1 - hw.iota(x, dim), dim)
     return x
 
 
@@ -192,7 +192,7 @@ def numbered(x: hw.Tensor, indices: TensorIndices, op: str) -> tuple[hw.Tensor, 
     checked = [record("index", from_begin(x, dim, index), hw.iota(x, dim, hw.i64)) if len(dims) > 1 else index for dim, index in given]
     number = checked[0] if len(dims) > 1 else from_begin(x, dims[0], checked[0])
     for dim, index in zip(dims[1:], checked[1:], strict=True):
-        number = number * _size(x, dim, hw.i64) + index
+        number = number * size_along(x, dim, hw.i64) + index
     if len(dims) > 1:
         turned = hw.permute_dims(x, tuple(order)) if order != sorted(order) else x
         sizes = turned.type.shape
@@ -214,7 +214,7 @@ def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
 
 def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
     """Makes negative indices count from the start. Returns masks unchanged."""
-    return index if index.dtype == hw.bool_ else hw.where(index < 0, index + _size(x, dim, index.dtype), index)
+    return index if index.dtype == hw.bool_ else hw.where(index < 0, index + size_along(x, dim, index.dtype), index)
 
 
 @aten("cross_entropy_loss.default")
