@@ -81,14 +81,20 @@ bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const Attent
 
 bool wants_bias(const AttentionProblem& p) { return p.gradients && p.gradients->bias; }
 
+// Arguments that all cuDNN plans of a problem have in common.
+struct EngineSettings {
+  cudnnHandle_t handle = nullptr;
+  cudnnDataType_t type{};
+  std::vector<cudaStream_t> streams;  // streams on which calls of the plans may run concurrently
+};
+
 // cuDNN plan of one problem.
 class Engine {
  public:
-  Engine(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options,
-         int64_t lse_rows, const std::vector<cudaStream_t>& streams)
-      : handle(handle) {
+  Engine(const EngineSettings& settings, const AttentionProblem& problem, const AttentionOptions& options, int64_t lse_rows)
+      : handle(settings.handle) {
     Graph graph;
-    Pattern pattern(graph, problem, type, options, lse_rows);
+    Pattern pattern(graph, problem, settings.type, options, lse_rows);
     problem.gradients ? pattern.backward() : pattern.forward();
     names = {kQ, kK, kV, kO};
     if (options.has_lse) names.push_back(kLse);
@@ -114,7 +120,7 @@ class Engine {
     int64_t count = 0, bytes = 0;
     expect(cudnnBackendGetAttribute(*plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count, &bytes),
            "the workspace");
-    for (const cudaStream_t stream : streams) workspaces.emplace_back(stream, bytes > 0 ? allocated(bytes) : nullptr);
+    for (const cudaStream_t stream : settings.streams) workspaces.emplace_back(stream, bytes > 0 ? allocated(bytes) : nullptr);
   }
 
   // Executes the plan with the addresses of a call's operands.
@@ -255,7 +261,7 @@ struct OnCuda : PlannedAttention {
     HW_CHECK(load_attention(*kernels));
   }
 
-  void add_parts(cudnnHandle_t handle, cudnnDataType_t type, AttentionOptions options, const std::vector<cudaStream_t>& streams) {
+  void add_parts(const EngineSettings& settings, AttentionOptions options) {
     if (wants_bias(whole)) add_kernels(options);
     const int64_t rows = whole.q.rows, diagonal = whole.diagonal;
     const bool in_corner = !options.causal || options.has_lengths || options.is_packed;
@@ -267,39 +273,31 @@ struct OnCuda : PlannedAttention {
     if (whole.gradients && !in_corner && !options.window && diagonal > 0 && columns == rows + diagonal && has_sums()) {
       const Heads& q = whole.gradients->q;
       terms = allocated(q.batch * q.heads * q.rows * q.size * 2);
-      sums = {type == CUDNN_DATA_HALF,
-              q.batch,
-              q.heads,
-              q.rows,
-              q.size,
-              {nullptr, q.batch_stride, q.head_stride, q.row_stride},
-              terms.get()};
-      add_columns(handle, diagonal, columns, type, options, streams);
+      const HeadsAt<void> to{nullptr, q.batch_stride, q.head_stride, q.row_stride};
+      sums = {settings.type == CUDNN_DATA_HALF, q.batch, q.heads, q.rows, q.size, to, terms.get()};
+      add_columns(settings, diagonal, columns, options);
       options.causal = false;
-      add_columns(handle, 0, diagonal, type, options, streams);
+      add_columns(settings, 0, diagonal, options);
       return;
     }
     const bool sees_more = !in_corner && diagonal + blind > 0;
     // Rows from `limited` on attend to all columns.
     const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;
-    add(handle, blind, limited, type, options, streams);
+    add_rows_of(settings, blind, limited, options);
     options.causal = false;
-    add(handle, limited, rows, type, options, streams);
+    add_rows_of(settings, limited, rows, options);
   }
 
-  void add_columns(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
-                   const std::vector<cudaStream_t>& streams) {
+  void add_columns(const EngineSettings& settings, int64_t first, int64_t end, const AttentionOptions& options) {
     AttentionProblem problem = whole;
     Gradients& gradients = *problem.gradients;
     problem.diagonal = 0;
     problem.k.rows = problem.v.rows = gradients.k.rows = gradients.v.rows = end - first;
     if (parts.empty()) gradients.q = packed(whole.q);
-    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows, streams));
-    parts.back().engine.load_kernels(whole, streams.front());
+    add(settings, first, problem, options);
   }
 
-  void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
-           const std::vector<cudaStream_t>& streams) {
+  void add_rows_of(const EngineSettings& settings, int64_t first, int64_t end, const AttentionOptions& options) {
     if (first == end) return;
     AttentionProblem problem = whole;
     problem.q.rows = problem.o.rows = end - first, problem.diagonal += first;
@@ -310,9 +308,12 @@ struct OnCuda : PlannedAttention {
       problem.gradients->k.rows = problem.gradients->v.rows = problem.k.rows;
     }
     if (options.is_packed) problem = of_sequences(problem);
-    if (problem.q.batch == 0) return;
-    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows, streams));
-    parts.back().engine.load_kernels(whole, streams.front());
+    if (problem.q.batch != 0) add(settings, first, problem, options);
+  }
+
+  void add(const EngineSettings& settings, int64_t first, const AttentionProblem& problem, const AttentionOptions& options) {
+    parts.emplace_back(first, Engine(settings, problem, options, whole.q.rows));
+    parts.back().engine.load_kernels(whole, settings.streams.front());
   }
 
   cudaError_t attend(const AttentionKernel& call, cudaStream_t stream) const override {
@@ -400,10 +401,9 @@ std::shared_ptr<const PlannedAttention> Attentions::Plans::make(const AttentionP
           "copy or pad these rows");
     }
   }
-  const cudnnDataType_t type = dtype == CUDA_R_16F ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16;
-  std::vector<cudaStream_t> streams;
-  for (int i = 0; i < options.streams; ++i) streams.push_back(rank.stream("ring", i));
-  plan->add_parts(handle_of(rank), type, options, streams);
+  EngineSettings settings{handle_of(rank), dtype == CUDA_R_16F ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16, {}};
+  for (int i = 0; i < options.streams; ++i) settings.streams.push_back(rank.stream("ring", i));
+  plan->add_parts(settings, options);
   return plan;
 }
 
