@@ -21,7 +21,6 @@ _ABOUT = json.loads((_FOLDER / "program.json").read_text())
 NAME: str = _ABOUT["name"]
 TARGET: str = _ABOUT["target"]
 RANKS: int = _ABOUT["ranks"]
-_MAX_DIMS = 8
 # Values of hw_dtype.
 _CODES = {
     "float32": 0, "float64": 1, "float16": 2, "int8": 3, "uint8": 8, "bool": 8, "int32": 10, "uint32": 12, "bfloat16": 14,
@@ -71,11 +70,7 @@ OUTPUTS = _parameters("outputs")
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [("ndim", ctypes.c_int), ("dims", ctypes.c_int64 * _MAX_DIMS)]
-
-    @staticmethod
-    def of(shape: Sequence[int]) -> _Shape:
-        return _Shape(len(shape), (ctypes.c_int64 * _MAX_DIMS)(*shape))
+    _fields_ = [("ndim", ctypes.c_int), ("dims", ctypes.c_int64 * 8)]
 
 
 class _Tensor(ctypes.Structure):
@@ -114,6 +109,10 @@ def _decide(what: str, function: str, *arguments: Any) -> None:
 def new_id() -> bytes:
     """Makes the id of a new world. One rank makes the id and sends it to all ranks, for example by torch.distributed or a file."""
     _decide("processes", "hw_use_processes")
+    return _new_id()
+
+
+def _new_id() -> bytes:
     made = ctypes.create_string_buffer(128)
     _call("hw_new_id", made)
     return made.raw
@@ -195,18 +194,13 @@ class Program:
 
     def _tensors(self, parameters: Sequence[Parameter], arrays: Sequence[Any], global_shapes: Mapping[str, Sequence[int]]) -> Any:
         """Returns the struct of inputs or outputs of the C API, as an array of hw_tensor."""
-        if len(arrays) != len(parameters):
-            wanted = ", ".join(each.name for each in parameters)
-            raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(parameters)}: {wanted}")
         tensors = (_Tensor * max(1, len(parameters)))()
-        for each, array in zip(parameters, arrays, strict=True):
-            tensor = tensors[each.at]
+        for each, array in _given(parameters, arrays):
             if each.blocks[self._world.rank] is not None:
                 _expect(each, array)
-                global_shape = _Shape.of(global_shapes.get(each.name, ()))
                 device = self._world.device if TARGET == "cpu" else array.device.index
-                tensor.data, tensor.dtype, tensor.shape = _address(array), _CODES[each.dtype], _Shape.of(array.shape)
-                tensor.device, tensor.global_shape = device, global_shape
+                shape, global_shape = (_Shape(len(of), tuple(of)) for of in (array.shape, global_shapes.get(each.name, ())))
+                tensors[each.at] = _Tensor(_address(array), _CODES[each.dtype], shape, device, global_shape)
         return tensors
 
 
@@ -216,13 +210,11 @@ def run(*arrays: Any) -> Any:
     All ranks run as threads of this process, on simulated devices or on the first RANKS GPUs. Raises ValueError if an array
     does not fit its parameter, and RuntimeError for other failures, such as too few GPUs.
     """
-    if len(arrays) != len(INPUTS):
-        raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(INPUTS)}: {', '.join(each.name for each in INPUTS)}")
-    for each, array in zip(INPUTS, arrays, strict=True):
+    given = _given(INPUTS, arrays)
+    for each, array in given:
         _expect(each, array)
     _decide("threads", "hw_use_devices", ctypes.c_int(RANKS))
-    made = ctypes.create_string_buffer(128)
-    _call("hw_new_id", made)
+    id, shapes = _new_id(), {each.name: array.shape for each, array in given}
     prepared = threading.Barrier(RANKS)
     outputs = dict[int, tuple[Any, ...]]()
     errors = list[BaseException]()
@@ -230,13 +222,9 @@ def run(*arrays: Any) -> Any:
     def run_rank(rank: int) -> None:
         try:
             world = World.__new__(World)
-            world._join(made.raw, rank, rank)
+            world._join(id, rank, rank)
             program = Program(world)
-            shapes = {each.name: array.shape for each, array in zip(INPUTS, arrays, strict=True)}
-            own = [
-                None if each.blocks[rank] is None else _taken(array, each.block(array.shape, rank), rank)
-                for each, array in zip(INPUTS, arrays, strict=True)
-            ]
+            own = [None if each.blocks[rank] is None else _taken(array, each.block(array.shape, rank), rank) for each, array in given]
             program.prepare(*own, global_shapes=shapes)
             prepared.wait()
             results = program(*own, global_shapes=shapes)
@@ -269,6 +257,13 @@ def _joined(parameter: Parameter, locals: Sequence[Any]) -> Any:
     for rank in held:
         _put(result, parameter.block(shape, rank), locals[rank])
     return result
+
+
+def _given(parameters: Sequence[Parameter], arrays: Sequence[Any]) -> list[tuple[Parameter, Any]]:
+    """Pairs of a parameter and its array. Raises ValueError if their numbers differ."""
+    if len(arrays) != len(parameters):
+        raise ValueError(f"{NAME}: {len(arrays)} arrays; pass {len(parameters)}: {', '.join(each.name for each in parameters)}")
+    return list(zip(parameters, arrays, strict=True))
 
 
 def _expect(parameter: Parameter, array: Any) -> None:
