@@ -39,6 +39,50 @@ bool is_joined(const Capture& capture) {
   return std::ranges::count(before, false) == 0;
 }
 
+cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vector<OpPtr>& launched) {
+  HostThread& thread = this_thread();
+  const Location location = std::exchange(thread.location, node.location);
+  int status = 0;
+  if (node.enqueue) {
+    status = node.enqueue(lock, on);
+  } else {
+    OpPtr op = new_op("wait", 1);
+    for (const std::size_t before : node.after) op->after.push_back(launched[before]);
+    Machine::get().enqueue(lock, std::move(op), on);
+  }
+  this_thread().location = location;
+  if (Machine::get().failed()) return cuda_stopped();
+  return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
+}
+
+// Returns the order in which a launch enqueues the nodes. In seeded mode, a launch enqueues all nodes in the
+// launch stream with probability 1/2, in a random topological order.
+std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
+  Machine& machine = Machine::get();
+  std::vector<std::size_t> order(nodes.size());
+  std::iota(order.begin(), order.end(), 0);
+  as_one_queue = machine.seeded() && machine.picker->draw(2) == 0;
+  if (!as_one_queue) return order;
+  std::vector<std::vector<std::size_t>> then(nodes.size());
+  std::vector<std::size_t> before(nodes.size(), 0), ready;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    for (const std::size_t node : nodes[i].after) then[node].push_back(i);
+    before[i] = nodes[i].after.size();
+    if (before[i] == 0) ready.push_back(i);
+  }
+  order.clear();
+  while (!ready.empty()) {
+    std::swap(ready[machine.picker->draw(ready.size())], ready.back());
+    const std::size_t node = ready.back();
+    ready.pop_back();
+    order.push_back(node);
+    for (const std::size_t next : then[node]) {
+      if (--before[next] == 0) ready.push_back(next);
+    }
+  }
+  return order;
+}
+
 }  // namespace
 
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue) {
@@ -122,54 +166,6 @@ void mark_op(Op& op, std::uint64_t* word) {
 }
 
 }  // namespace hostweave::cpu
-
-namespace {
-
-cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vector<OpPtr>& launched) {
-  HostThread& thread = this_thread();
-  const Location location = std::exchange(thread.location, node.location);
-  int status = 0;
-  if (node.enqueue) {
-    status = node.enqueue(lock, on);
-  } else {
-    OpPtr op = new_op("wait", 1);
-    for (const std::size_t before : node.after) op->after.push_back(launched[before]);
-    Machine::get().enqueue(lock, std::move(op), on);
-  }
-  this_thread().location = location;
-  if (Machine::get().failed()) return cuda_stopped();
-  return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
-}
-
-// Returns the order in which a launch enqueues the nodes. In seeded mode, a launch enqueues all nodes in the
-// launch stream with probability 1/2, in a random topological order.
-std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
-  Machine& machine = Machine::get();
-  std::vector<std::size_t> order(nodes.size());
-  std::iota(order.begin(), order.end(), 0);
-  as_one_queue = machine.seeded() && machine.picker->draw(2) == 0;
-  if (!as_one_queue) return order;
-  std::vector<std::vector<std::size_t>> then(nodes.size());
-  std::vector<std::size_t> before(nodes.size(), 0), ready;
-  for (std::size_t i = 0; i < nodes.size(); ++i) {
-    for (const std::size_t node : nodes[i].after) then[node].push_back(i);
-    before[i] = nodes[i].after.size();
-    if (before[i] == 0) ready.push_back(i);
-  }
-  order.clear();
-  while (!ready.empty()) {
-    std::swap(ready[machine.picker->draw(ready.size())], ready.back());
-    const std::size_t node = ready.back();
-    ready.pop_back();
-    order.push_back(node);
-    for (const std::size_t next : then[node]) {
-      if (--before[next] == 0) ready.push_back(next);
-    }
-  }
-  return order;
-}
-
-}  // namespace
 
 extern "C" {
 

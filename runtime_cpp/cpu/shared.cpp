@@ -16,13 +16,10 @@
 #include "machine.h"
 
 namespace hostweave::cpu {
-namespace {
 
 constexpr std::size_t kRingBytes = std::size_t{256} << 10;
 constexpr std::size_t kLine = 64;         // cache line size
 constexpr timespec kLook{0, 50'000'000};  // longest time between checks for a failure
-
-}  // namespace
 
 void Unmap::operator()(char* data) const { munmap(data, bytes); }
 

@@ -3,11 +3,8 @@
 #include "hostweave/check.h"
 
 namespace hw {
-namespace {
 
-thread_local Marks* marks = nullptr;
-
-}  // namespace
+static thread_local Marks* marks = nullptr;
 
 Marks::Marks() { marks = this; }
 

@@ -20,7 +20,7 @@ ncclUniqueId PeerGroup::new_id() {
   return id;
 }
 
-PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double, const std::atomic<bool>&)
+PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double, const std::atomic<bool>*)
     : state_(std::make_shared<State>()) {
   state_->size = size;
   HW_CHECK(ncclCommInitRank(&state_->comm, static_cast<int>(size), id, static_cast<int>(rank)));

@@ -256,12 +256,12 @@ ncclUniqueId PeerGroup::new_id() {
   return id;
 }
 
-PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds, const std::atomic<bool>& aborted)
+PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds, const std::atomic<bool>* aborted)
     : state_(std::make_shared<State>()) {
   Maker maker;
   std::memcpy(&maker, &id, sizeof maker);
   State& state = *state_;
-  state.rank = rank, state.size = size, state.timeout_seconds = timeout_seconds, state.aborted = &aborted;
+  state.rank = rank, state.size = size, state.timeout_seconds = timeout_seconds, state.aborted = aborted;
   if (size > kRanks) {
     throw ExecutionError("transport peer: a channel has " + std::to_string(size) + " ranks, but the maximum is " +
                          std::to_string(kRanks) + kOtherTransport);

@@ -7,12 +7,9 @@
 #include "target.h"
 
 namespace hw {
-namespace {
 
 // The rank stores the channel of all ranks of a group under these names, instead of a mesh and axes of a program.
 constexpr char kGroup[] = "group", kRank[] = "rank";
-
-}  // namespace
 
 std::string GroupMemory::connect(Member& member, const ncclUniqueId& id, double timeout_seconds) {
   const Member::Use use(member);

@@ -97,7 +97,7 @@ void Member::connect(const ProgramTable& program, const std::map<std::string, nc
 void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds) {
   expect_not_stopped();
   if (process_group.transport == Transport::peer) {
-    auto peers = std::make_unique<PeerGroup>(id, process_group.rank_in_group, process_group.size, timeout_seconds, aborted_);
+    auto peers = std::make_unique<PeerGroup>(id, process_group.rank_in_group, process_group.size, timeout_seconds, &aborted_);
     add_channel(process_group, *peers);
     const std::lock_guard lock(owned_mutex_);
     peers_.push_back(std::move(peers));

@@ -31,6 +31,20 @@ struct Making {
   bool given_up = false;
 };
 
+ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncclUniqueId& id) {
+  const int ranks = static_cast<int>(process_group.size), rank = static_cast<int>(process_group.rank_in_group);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0)
+  if (process_group.transport == Transport::one_sided) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.numRmaSig = 64;                          // signal numbers per peer
+    config.rmaEagerInit = 1;                        // initialises one-sided calls when the communicator is created
+    config.nvlsHostMode = ncclNvlsHostModeDisable;  // copy engines move the data
+    return ncclCommInitRankConfig(comm, ranks, id, rank, &config);
+  }
+#endif
+  return ncclCommInitRank(comm, ranks, id, rank);
+}
+
 }  // namespace
 
 void configure(const Schedule& schedule, int ranks) {
@@ -74,24 +88,6 @@ bool is_set_up(int device) {
 }
 
 int device_for(int64_t, int64_t local) { return static_cast<int>(local % count_devices()); }
-
-namespace {
-
-ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncclUniqueId& id) {
-  const int ranks = static_cast<int>(process_group.size), rank = static_cast<int>(process_group.rank_in_group);
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0)
-  if (process_group.transport == Transport::one_sided) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.numRmaSig = 64;                          // signal numbers per peer
-    config.rmaEagerInit = 1;                        // initialises one-sided calls when the communicator is created
-    config.nvlsHostMode = ncclNvlsHostModeDisable;  // copy engines move the data
-    return ncclCommInitRankConfig(comm, ranks, id, rank, &config);
-  }
-#endif
-  return ncclCommInitRank(comm, ranks, id, rank);
-}
-
-}  // namespace
 
 // The initialisation of NCCL waits for the other ranks without a timeout. So a background thread runs the initialisation. After a
 // timeout or an abort, the caller does not wait for that thread.

@@ -29,25 +29,26 @@ struct Cluster {
   // other threads that precede `arrive`.
   __device__ static void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
   __device__ static void wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-  // Writes `value` to the variable `here` of block `rank`. The variable is in shared memory.
+  // Address of the variable `here` of block `rank`. The variable is in shared memory.
   template <class T>
-  __device__ static void give(int rank, const T& here, T value) {
+  __device__ static unsigned address(int rank, const T& here) {
     static_assert(sizeof(T) == 4);
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                  : "=r"(there)
                  : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&here))), "r"(rank));
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(__builtin_bit_cast(unsigned, value)) : "memory");
+    return there;
   }
-  // Reads the variable `here` of block `rank`. The variable is in shared memory.
+  // `give` writes `value` to the variable `here` of block `rank`. `of` reads the variable.
+  template <class T>
+  __device__ static void give(int rank, const T& here, T value) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address(rank, here)), "r"(__builtin_bit_cast(unsigned, value))
+                 : "memory");
+  }
   template <class T>
   __device__ static T of(int rank, const T& here) {
-    static_assert(sizeof(T) == 4);
-    unsigned there, value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(there)
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&here))), "r"(rank));
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
+    unsigned value;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address(rank, here)) : "memory");
     return __builtin_bit_cast(T, value);
   }
 #else

@@ -34,12 +34,10 @@ class PeerGroup {
   // Makes an id for a new group. One rank calls this function and sends the id to the other ranks.
   static ncclUniqueId new_id();
 
-  static inline const std::atomic<bool> kNeverAborted = false;
-
   // Collective: joins the group of `id`. Throws ExecutionError after a timeout, if the id, rank or size is wrong, if another
-  // rank fails, or if `aborted` is set.
+  // rank fails, or if `*aborted` is set.
   PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double timeout_seconds,
-            const std::atomic<bool>& aborted = kNeverAborted);
+            const std::atomic<bool>* aborted = nullptr);
   ~PeerGroup();
   PeerGroup(PeerGroup&&) = delete;
 
