@@ -236,7 +236,7 @@ py::dict standstill(hw::Instance& instance) {
   py::list streams, begun;
   for (const hw::Standstill::Stream& one : seen.streams) {
     streams.append(py::dict("name"_a = one.name, "done"_a = line(one.done), "next"_a = line(one.next), "behind"_a = one.behind,
-                            "edge"_a = hw::name_of(one.edge), "source"_a = line(one.from), "source_stream"_a = one.from_stream,
+                            "edge"_a = one.edge, "source"_a = line(one.from), "source_stream"_a = one.from_stream,
                             "channel"_a = one.channel, "ranks"_a = one.ranks, "number"_a = one.number, "nth"_a = one.nth));
   }
   for (const hw::Standstill::Begun& one : seen.begun) begun.append(py::make_tuple(one.channel, one.ranks, one.count));

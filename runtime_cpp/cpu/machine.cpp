@@ -327,7 +327,8 @@ void Machine::begin(Stream& stream, Op& op) {
       }
     }
     if (const auto earlier = over_another_channel(stream, op, epoch)) {
-      fail(channels_report(*earlier, op.name));
+      fail("missing dependency: nothing orders two communications of a rank over different channels, which can deadlock:\n  " +
+           earlier->text() + " and\n  " + op.name.text());
       return;
     }
   }

@@ -109,11 +109,6 @@ std::string Machine::no_progress_report() {
   return deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)";
 }
 
-std::string Machine::channels_report(const OpName& earlier, const OpName& later) const {
-  return "missing dependency: nothing orders two communications of a rank over different channels, which can deadlock:\n  " +
-         earlier.text() + " and\n  " + later.text();
-}
-
 std::string Machine::conflict_report(const History::Conflict& conflict, const OpName& name) const {
   const Range& range = conflict.range;
   std::string text = "missing dependency: nothing orders\n  ";

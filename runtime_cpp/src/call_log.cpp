@@ -358,11 +358,6 @@ void CallLog::line(const char* call, const char* file, int number) {
 
 // --- reports of the state
 
-const char* name_of(Standstill::Edge edge) {
-  constexpr const char* names[] = {"none", "event", "call_before", "signal", "credit", "transfer", "collective", "unknown"};
-  return names[static_cast<int>(edge)];
-}
-
 CallLog::State CallLog::state() {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
@@ -390,33 +385,33 @@ Standstill::Stream CallLog::Calls::describe(const LoggedCall& call, const CallSo
     case Kind::record:
       break;
     case Kind::wait:
-      stream.edge = Standstill::Edge::call_before;
+      stream.edge = "call_before";
       if (const size_t record = solver.record_of(next); record != kNoRecord) {
-        stream.edge = Standstill::Edge::event;
+        stream.edge = "event";
         stream.from = line_of(record);
         stream.from_stream = name_of(ops[record].stream, *call.ops);
       }
       break;
     case Kind::signal:
     case Kind::wait_signal:
-      stream.edge = op.kind == Kind::signal ? Standstill::Edge::credit : Standstill::Edge::signal;
+      stream.edge = op.kind == Kind::signal ? "credit" : "signal";
       stream.ranks = {op.peer};
       break;
     case Kind::transfer:
-      stream.edge = Standstill::Edge::transfer;
+      stream.edge = "transfer";
       for (const size_t i : queue.ops) {
         const bool begins = i == next || (op.group != 0 && ops[i].group == op.group);
         if (begins && std::ranges::find(stream.ranks, ops[i].peer) == stream.ranks.end()) stream.ranks.push_back(ops[i].peer);
       }
       break;
     case Kind::collective:
-      stream.edge = Standstill::Edge::collective;
+      stream.edge = "collective";
       stream.ranks = op.channel->ranks();
       stream.nth = std::count_if(ops.begin(), ops.begin() + static_cast<std::ptrdiff_t>(next) + 1, collectives);
       break;
   }
-  if (call.ops->is_captured && op.is_outer() && op.milestone == Milestones::kNone && stream.edge != Standstill::Edge::event)
-    stream.edge = Standstill::Edge::unknown;
+  if (call.ops->is_captured && op.is_outer() && op.milestone == Milestones::kNone && stream.edge != "event")
+    stream.edge = "unknown";
   return stream;
 }
 

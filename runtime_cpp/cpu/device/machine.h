@@ -163,7 +163,6 @@ class Machine {
 
   std::uint64_t ops_done() const { return ops_done_; }
   std::size_t live_streams() const { return live_streams_; }
-  std::string channels_report(const OpName& earlier, const OpName& later) const;
   std::string conflict_report(const History::Conflict& conflict, const OpName& name) const;
 
  private:

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace hw {
@@ -11,23 +12,21 @@ struct Standstill {
     int number = 0;  // in program.cpp; 0: none
     std::string call;
   };
-  // Dependency that the first unfinished op of a stream waits for.
-  enum class Edge : int {
-    none,         // the op runs, or its wait has ended
-    event,        // an event that the line `from` of the same rank records
-    call_before,  // an earlier call of this or another program
-    signal,       // a signal of a peer
-    credit,       // a peer has not consumed the previous signal
-    transfer,     // a peer has not reached the send or recv
-    collective,   // some ranks have not reached the collective
-    unknown,      // an op of a graph, without a milestone (milestones.h)
-  };
   struct Stream {
     std::string name;    // "caller", "ring[1]"
     Line done;           // the last finished line
     Line next;           // the first unfinished line
     int64_t behind = 0;  // number of unfinished ops after the first
-    Edge edge = Edge::none;
+    // Dependency that the first unfinished op waits for:
+    // - none: the op runs, or its wait has ended
+    // - event: an event that the line `from` of the same rank records
+    // - call_before: an earlier call of this or another program
+    // - signal: a signal of a peer
+    // - credit: a peer has not consumed the previous signal
+    // - transfer: a peer has not reached the send or recv
+    // - collective: some ranks have not reached the collective
+    // - unknown: an op of a graph, without a milestone (milestones.h)
+    std::string_view edge = "none";
     Line from;                        // line that records the event
     std::string from_stream;          // stream of that line
     std::string channel;              // "x"
@@ -49,7 +48,5 @@ struct Standstill {
   std::vector<std::string> finished;  // streams without unfinished work
   std::vector<Begun> begun;
 };
-
-const char* name_of(Standstill::Edge edge);
 
 }  // namespace hw
