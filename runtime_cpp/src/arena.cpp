@@ -16,13 +16,14 @@ Arena::Arena() = default;
 
 Arena::Arena(CallOrder& calls) : calls_(&calls) {}
 
-void* Arena::data() const { return memory_->current.data(); }
-
-size_t Arena::bytes() const { return memory_->current.bytes(); }
+void* Arena::part(size_t number, size_t* bytes) const {
+  *bytes = memory_->current.bytes();
+  return number == 0 && *bytes != 0 ? memory_->current.data() : nullptr;
+}
 
 void Arena::reserve(MemoryPlan& plan) {
   const size_t total = plan.place().elsewhere;
-  if (total > bytes() && calls_->in_graphs()) memory_->of_graphs.push_back(std::exchange(memory_->current, {}));
+  if (total > memory_->current.bytes() && calls_->in_graphs()) memory_->of_graphs.push_back(std::exchange(memory_->current, {}));
   plan.set_pointers(memory_->current.reserve(total));
 }
 

@@ -1,7 +1,6 @@
 #include "hostweave/blocks.h"
 
 #include <utility>
-#include <vector>
 
 namespace hw {
 namespace {
@@ -29,31 +28,24 @@ BlockPosition position_of(int64_t number, const std::vector<Cut>& dims) {
 
 }  // namespace
 
-struct Blocks::Dims {
-  std::vector<Cut> cut;
-};
-
-Blocks::Blocks(std::initializer_list<Cut> dims) { dims_->cut = dims; }
-
-Blocks::Block Blocks::operator[](int64_t number) const { return position_of(number, dims_->cut); }
+Blocks::Block Blocks::operator[](int64_t number) const { return position_of(number, dims_); }
 
 // One 2-D copy covers all dims from the second-to-last split dim on.
 cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const {
-  const std::vector<Cut>& dims = dims_->cut;
   int64_t blocks = 1;
   size_t inner = 0, outer = 0;  // the last split dim, and the split dim before it
-  for (size_t i = 0; i < dims.size(); ++i) {
-    blocks *= dims[i].blocks;
-    if (dims[i].blocks > 1) outer = std::exchange(inner, i);
+  for (size_t i = 0; i < dims_.size(); ++i) {
+    blocks *= dims_[i].blocks;
+    if (dims_[i].blocks > 1) outer = std::exchange(inner, i);
   }
   for (int64_t number = 0; number < blocks; ++number) {
-    const BlockPosition block = position_of(number, dims);
+    const BlockPosition block = position_of(number, dims_);
     size_t pitch = itemsize, row = itemsize, rows = 1;
-    for (size_t i = inner; i < dims.size(); ++i) pitch *= dims[i].size, row *= block.length[i];
+    for (size_t i = inner; i < dims_.size(); ++i) pitch *= dims_[i].size, row *= block.length[i];
     for (size_t i = outer; i < inner; ++i) rows *= block.length[i];
     for (int64_t at = 0; at < block.count; at += rows * row / itemsize) {
       int64_t rest = at, in_tensor = 0, stride = itemsize;
-      for (size_t i = dims.size(); i-- > 0; stride *= dims[i].size) {
+      for (size_t i = dims_.size(); i-- > 0; stride *= dims_[i].size) {
         in_tensor += (block.start[i] + rest % block.length[i]) * stride;
         rest /= block.length[i];
       }

@@ -2,7 +2,6 @@
 
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
@@ -26,11 +25,7 @@ void Events::out_of_range(int64_t i) const {
   throw ExecutionError("event " + std::to_string(i) + " of " + std::to_string(count()) + ": the index is out of range");
 }
 
-namespace {
-
-thread_local bool of_kernels = false;
-
-}  // namespace
+static thread_local bool of_kernels = false;
 
 CallOrder::OfKernels::OfKernels() { of_kernels = true; }
 
@@ -56,15 +51,11 @@ cudaError_t CallOrder::end_call(cudaStream_t caller) {
   return cudaEventRecord(in_capture_[0], caller);
 }
 
-struct Streams::Pool {
-  std::vector<Stream> streams;
-};
-
 Streams::Streams(Rank& rank, const char* name, int count) : joined_(count) {
-  for (int i = 0; i < count; ++i) pool_->streams.push_back(rank.stream(name, i));
+  for (int i = 0; i < count; ++i) streams_.push_back(rank.stream(name, i));
 }
 
-Stream Streams::operator[](int64_t i) const { return pool_->streams[mod(i, static_cast<int64_t>(pool_->streams.size()))]; }
+Stream Streams::operator[](int64_t i) const { return streams_[mod(i, static_cast<int64_t>(streams_.size()))]; }
 
 cudaError_t Streams::fork(cudaStream_t caller, int64_t first) {
   if (const cudaError_t error = cudaEventRecord(forked_[0], caller)) return error;

@@ -271,9 +271,15 @@ void* WindowArena::address_on_peer(const Channel& channel, int64_t peer, const v
   return windows_->registered(channel).peers[peer] + offset(address);
 }
 
-WindowArena::Memory WindowArena::memory() const {
-  const Windows& all = *windows_;
-  return {{{all.memory_.data, all.memory_.bytes}, {all.rest_.data(), all.rest_.bytes()}}};
+void* WindowArena::part(size_t number, size_t* bytes) const {
+  const Windows::Memory& memory = windows_->memory_;
+  const DeviceMemory& rest = windows_->rest_;
+  for (const auto& [data, size] : {std::pair(memory.data, memory.bytes), std::pair(rest.data(), rest.bytes())}) {
+    if (size == 0 || number-- != 0) continue;
+    *bytes = size;
+    return data;
+  }
+  return nullptr;
 }
 
 void abort_with_windows(const std::vector<ncclComm_t>& comms) {

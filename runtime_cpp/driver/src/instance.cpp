@@ -115,8 +115,8 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures, b
   marks_graphs_ = progress_->log.prepare_capture(marks_graphs);
   prepare_to_straighten();
   instance_ = program_.calls.create(member_.rank());
-  inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
-  outputs_ = program_.calls.outputs.in<std::vector<Tensor>>();
+  inputs_ = program_.calls.inputs.tensors();
+  outputs_ = program_.calls.outputs.tensors();
   for (std::vector<Tensor>* tensors : {&inputs_, &outputs_}) {
     for (Tensor& tensor : *tensors) tensor.device = member_.rank().device();
   }

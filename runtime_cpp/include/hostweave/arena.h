@@ -24,16 +24,10 @@ class Arena {
   cudaError_t begin_call(cudaStream_t caller) const { return calls_->begin_call(caller); }
   cudaError_t end_call(cudaStream_t caller) const { return calls_->end_call(caller); }
 
-  // Calls visit(address, bytes) for the current memory.
-  template <class Visit>
-  void each_memory(Visit&& visit) const {
-    visit(data(), bytes());
-  }
+  // Part `number` of the current memory. Returns null if the memory has fewer parts, not counting empty parts.
+  void* part(size_t number, size_t* bytes) const;
 
  private:
-  void* data() const;
-  size_t bytes() const;
-
   struct Memory;
   Hidden<Memory> memory_;
   CallOrder own_calls_;

@@ -6,9 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <vector>
 
 #include "hostweave/channel.h"
-#include "hostweave/hidden.h"
 #include "hostweave/index.h"
 
 namespace hw {
@@ -27,7 +27,7 @@ struct Cut {
 // Blocks of a row-major tensor, in row-major order. A packed buffer has the blocks one after another; each block is row-major.
 class Blocks {
  public:
-  Blocks(std::initializer_list<Cut> dims);
+  Blocks(std::initializer_list<Cut> dims) : dims_(dims) {}
 
   struct Block {
     int64_t offset;  // offset in the packed buffer, in elements
@@ -39,8 +39,7 @@ class Blocks {
   cudaError_t copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const;
 
  private:
-  struct Dims;
-  Hidden<Dims> dims_;
+  std::vector<Cut> dims_;
 };
 
 template <class T>

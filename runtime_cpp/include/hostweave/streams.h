@@ -3,8 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <vector>
 
-#include "hostweave/hidden.h"
 #include "hostweave/rank.h"
 
 namespace hw {
@@ -120,8 +120,7 @@ class Streams {
   cudaError_t join(cudaStream_t caller, int64_t first = INT64_MAX);
 
  private:
-  struct Pool;
-  Hidden<Pool> pool_;
+  std::vector<Stream> streams_;
   Events forked_{1};
   Events joined_;
 };

@@ -52,11 +52,8 @@ class WindowArena {
   cudaError_t begin_call(cudaStream_t caller) const;
   cudaError_t end_call(cudaStream_t caller) const;
 
-  // Calls visit(address, bytes) for the current memory, in windows and elsewhere.
-  template <class Visit>
-  void each_memory(Visit&& visit) const {
-    for (const auto& [data, bytes] : memory().parts) visit(data, bytes);
-  }
+  // See Arena::part. The parts are the memory in windows, and other memory.
+  void* part(size_t number, size_t* bytes) const;
 
   ncclWindow_t window(const Channel& channel) const;
   // Offset of an address in this rank's windows, in bytes. Throws ExecutionError if the address is elsewhere.
@@ -70,14 +67,6 @@ class WindowArena {
  private:
   struct Windows;
   void* address_on_peer(const Channel& channel, int64_t peer, const void* address) const;
-  struct Memory {
-    struct {
-      void* data;
-      size_t bytes;
-    } parts[2];  // memory in windows, and other memory
-  };
-  Memory memory() const;
-
   Hidden<Windows> windows_;
 };
 

@@ -48,11 +48,10 @@ struct Arguments {
   size_t count;
   void (*write)(Tensor* tensors);
 
-  template <class Vector>
-  Vector in() const {
-    Vector tensors(count);
-    write(tensors.data());
-    return tensors;
+  std::vector<Tensor> tensors() const {
+    std::vector<Tensor> result(count);
+    write(result.data());
+    return result;
   }
 };
 
@@ -122,13 +121,7 @@ struct CallsOf {
     return static_cast<Program*>(program)->arena().end_call(caller);
   }
   static void* arena(void* program, size_t part, size_t* bytes) {
-    void* found = nullptr;
-    static_cast<Program*>(program)->arena().each_memory([&](void* memory, size_t size) {
-      if (size == 0 || part-- != 0) return;
-      found = memory;
-      *bytes = size;
-    });
-    return found;
+    return static_cast<Program*>(program)->arena().part(part, bytes);
   }
   template <class Named>
   static constexpr Arguments arguments = {std::is_empty_v<Named> ? 0 : sizeof(Named) / sizeof(Tensor), write<Named>};
