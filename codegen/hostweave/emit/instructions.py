@@ -77,7 +77,7 @@ class Emitter:
         return "".join(f"{comments}{code}" for comments, code in self.commented(body, ends_scope))
 
     def commented(self, body: tree.Body, ends_scope: bool = True) -> Iterator[tuple[str, str]]:
-        body = tree.together(i for i in body if not tree.names(i, "free"))
+        body = tree.together(i for i in body if not tree.names(i, "free"))  # `prepare` plans the arena, and a run frees no memory.
         for number, i in enumerate(body):
             follows = tree.names(i, "join", "record")  # A join or record belongs to the instructions before it.
             lines = [] if follows else self.lines_of(body[number:])
@@ -196,10 +196,6 @@ class Emitter:
         if least is None or least < 0 or greatest is None or greatest >= self.streams:
             index = index % self.streams
         return lay_out("pointer", name=name, value=f"{member}[{self.expr(index)}]")
-
-    def emit_deallocate(self, i: ir.Deallocate) -> str:
-        """Emits nothing: `prepare` plans the arena, and a run frees no memory."""
-        return ""
 
     def emit_view(self, i: ir.View) -> str:
         """Declares a pointer at the view's offset.
