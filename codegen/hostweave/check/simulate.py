@@ -400,7 +400,7 @@ def _outside(expr: Expr, value: int, count: int) -> str:
     return f"{value if isinstance(expr, Const) else f'{expr} = {value}'} is outside of 0..{count}"
 
 
-def _count(pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...], name: str) -> int:
+def _count(pools: tuple[ir.Pool, ...], name: str) -> int:
     return next(pool.count for pool in pools if pool.name == name)
 
 

@@ -185,7 +185,7 @@ def _lookup(channel: ChannelMember) -> str:
     return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
 
 
-def _counted(pool: ir.Streams | ir.Events, word: str) -> str:
+def _counted(pool: ir.Pool, word: str) -> str:
     return f"{pool.count} {word}{'s' * (pool.count != 1)}"
 
 

@@ -166,9 +166,7 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Streams:
-    """A pool of streams, indexed modulo `count`. Text: `ring[4]`."""
-
+class Pool:
     name: str
     count: int
 
@@ -176,12 +174,12 @@ class Streams:
         return f"{self.name}[{self.count}]"
 
 
-@dataclass(frozen=True)
-class Events:
-    name: str
-    count: int
+class Streams(Pool):
+    """A pool of streams, indexed modulo `count`. Text: `ring[4]`."""
 
-    __str__ = Streams.__str__
+
+class Events(Pool):
+    """A pool of events, such as `ready[2]`."""
 
 
 S = TypeVar("S")

@@ -51,7 +51,7 @@ class Checker:
 
     def header(self) -> None:
         self.channels()
-        pools: list[ir.Streams | ir.Events] = [*self.program.streams, *self.program.events]
+        pools: list[ir.Pool] = [*self.program.streams, *self.program.events]
         for pool in pools:
             if pool.count > MAX_POOL:
                 self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and reuse them cyclically (index % count)")
@@ -163,7 +163,7 @@ class Checker:
             self.types.popitem()
         self.indices, self.current = indices, current
 
-    def declared(self, name: str, pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...], word: str) -> None:
+    def declared(self, name: str, pools: tuple[ir.Pool, ...], word: str) -> None:
         if name not in {pool.name for pool in pools}:
             self.fail(f"{name} is not declared: add {word}({name}[...]) to the header")
 

@@ -37,9 +37,8 @@ from hostweave.options import Options
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     if not (in_turn := unordered_instructions(program)):
         return program
-
-    pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
-    turns = _Turns(in_turn, unique_name("channels_idle", {pool.name for pool in pools}))
+    pools = {pool.name for of in (program.streams, program.events) for pool in of}
+    turns = _Turns(in_turn, unique_name("channels_idle", pools))
     return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=turns.in_order(program.body))
 
 
