@@ -140,34 +140,28 @@ class ScaledMatmuls:
         return dst
 
     def compose(self, op: Op, operands: Operands, target: str, steps: LoopSteps | None) -> None:
-        """Emits casts, a matmul, and multiplications by the scales. f16 represents all 8-bit floats exactly. Operands with scales of blocks
-        are cast to f32, and scaled before the matmul."""
+        """Emits casts, a matmul, and multiplications by the scales. Operands with scales of blocks are scaled before the matmul."""
         a, b, scale_a, scale_b = operands
         shape = self.b.types[target].shape
         has_blocks = scaling(*(self.b.types[name].shape for name in operands)) == BLOCKS
-        if has_blocks:
-            wide = self.unscaled(op, a, scale_a, steps), self.turned(self.unscaled(op, self.turned(b), self.turned(scale_b), steps))
-        else:
-            wide = self.widened(op, a, f16, steps), self.turned(self.widened(op, self.turned(b), f16, steps))
+        rows = self.widened(op, a, scale_a if has_blocks else "", steps)
+        columns = self.turned(self.widened(op, self.turned(b), self.turned(scale_b) if has_blocks else "", steps))
         product = per_step(self.b, f"{op.result.name}_product", BufferType(f32, shape), steps)
-        self.b.emit(ir.Matmul(*wide, product))
+        self.b.emit(ir.Matmul(rows, columns, product))
         factors = () if has_blocks else (scale_a, scale_b)
         self.launch(op, product, factors, f32, target)
 
-    def widened(self, op: Op, name: str, dtype: DType, steps: LoopSteps | None) -> str:
-        type = self.b.types[name]
+    def widened(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
+        """Emits a cast to f16, which represents all 8-bit floats exactly. With scales of blocks, emits the product of the matrix and the
+        scales, in f32. Returns the new buffer."""
+        type, dtype = self.b.types[name], f32 if scale else f16
         if not lies_along(type, 1):
-            return self.turned(self.widened(op, self.turned(name), dtype, steps))
+            return self.turned(self.widened(op, self.turned(name), scale and self.turned(scale), steps))
         memory = per_step(self.b, f"{name}_{dtype}", BufferType(dtype, type.shape), steps)
-        self.launch(op, name, (), dtype, memory)
-        return memory
-
-    def unscaled(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
-        """Emits the product of a matrix and its scales of blocks, in f32. Returns the buffer of this product."""
-        type, blocks = self.b.types[name], self.b.types[scale].shape
-        if not lies_along(type, 1):
-            return self.turned(self.unscaled(op, self.turned(name), self.turned(scale), steps))
-        memory = per_step(self.b, f"{name}_{f32}", BufferType(f32, type.shape), steps)
+        if not scale:
+            self.launch(op, name, (), dtype, memory)
+            return memory
+        blocks = self.b.types[scale].shape
         pairs = zip(type.shape, blocks, strict=True)
         split = tuple(part for size, count in pairs for part in (count, ONE if size == count else Size(BLOCK)))
         factor = self.b.reshape(contiguous_source(self.b, scale, steps), (blocks[0], ONE, blocks[1], ONE), f"{scale}_of_blocks")
