@@ -108,15 +108,15 @@ class GroupedOuter(Grouped):
     is_outer = True
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Masked(Compute):
-    scale: float
-    diagonal: Expr | None
-    window: int | None
-    lengths: Reads
-    bias: Reads
-    offsets: Reads
-    corner: str
-    kernels: str
+    diagonal: Expr | None = None
+    window: int | None = None
+    lengths: Reads = ()
+    bias: Reads = ()
+    offsets: Reads = ()
+    corner: str = ""
+    kernels: str = ""
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -128,10 +128,9 @@ class _Masked(Compute):
         return {word: name for word, names in masks.items() for name in names}
 
     def split(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], Masks]:
-        count = len(reads) - len(self.masked_by)
         diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # In a check, `diagonal` is a constant.
-        masks = dict(zip(self.masked_by, reads[count:], strict=True))
-        return reads[:count], Masks(diagonal, self.window or 0, bool(self.corner), **masks)
+        masks = dict(zip(self.masked_by, reads, strict=False))
+        return reads[len(masks) :], Masks(diagonal, self.window or 0, bool(self.corner), **masks)
 
 
 @dataclass(frozen=True)
@@ -163,13 +162,6 @@ class Attention(_Masked):
     v: Read
     scale: float
     dst: Write
-    diagonal: Expr | None = None
-    window: int | None = None
-    lengths: Reads = ()
-    bias: Reads = ()
-    offsets: Reads = ()
-    corner: str = ""
-    kernels: str = ""
     lse: Writes = ()
     blind: str = ""
     log_sum_exps = "gives"
@@ -201,13 +193,6 @@ class AttentionBackward(_Masked):
     dq: Write
     dk: Write
     dv: Write
-    diagonal: Expr | None = None
-    window: int | None = None
-    lengths: Reads = ()
-    bias: Reads = ()
-    offsets: Reads = ()
-    corner: str = ""
-    kernels: str = ""
     dbias: Writes = ()
     log_sum_exps = "takes"
     syntax = (

@@ -81,7 +81,7 @@ class Attentions:
                 query, own = half(q, -2, seen.rows), half(result, -2, seen.rows)
                 key, value = half(k, -2, seen.columns), half(v, -2, seen.columns)
                 with packed_destination(b, half(lse, -1, seen.rows), None) as sums:
-                    b.emit(ir.Attention(query, key, value, op[SCALE], own, seen.diagonal, kernels=kernels, lse=(sums,)))
+                    b.emit(ir.Attention(query, key, value, op[SCALE], own, (sums,), diagonal=seen.diagonal, kernels=kernels))
 
         if not op[CAUSAL]:
             attend(Seen())
@@ -107,9 +107,15 @@ class Attentions:
             return (read(named[word]),) if word in named else ()
 
         lengths, offsets = (of(word, lambda name: own(self.buffers.contiguous(name))) for word in ("lengths", "offsets"))
-        corner = BOTTOM_RIGHT if lengths and op[CAUSAL] == BOTTOM_RIGHT else ""
-        diagonal, bias = self.diagonal(op, bool(lengths)), of("bias", lambda name: self.source(name, 1))
-        masks = diagonal, op[WINDOW] or None, lengths, bias, offsets, corner, self.kernels(op, made)
+        masks: dict[str, Any] = {
+            "diagonal": self.diagonal(op, bool(lengths)),
+            "window": op[WINDOW] or None,
+            "lengths": lengths,
+            "bias": of("bias", lambda name: self.source(name, 1)),
+            "offsets": offsets,
+            "corner": BOTTOM_RIGHT if lengths and op[CAUSAL] == BOTTOM_RIGHT else "",
+            "kernels": self.kernels(op, made),
+        }
         with ExitStack() as copies:
 
             def target(kind: str, like: str, is_packed: bool = False, step: int = ALIGNMENT) -> str:
@@ -123,11 +129,11 @@ class Attentions:
                 q, k, v, o, gradient = map(self.source, operands[:5])
                 lse, (dq, dk, dv) = self.buffers.contiguous(operands[5]), map(target, GRADIENTS, (q, k, v))
                 dbias = (target(BIAS_GRADIENT, q, step=1),) if BIAS_GRADIENT in made else ()
-                self.b.emit(ir.AttentionBackward(q, k, v, o, gradient, lse, op[SCALE], dq, dk, dv, *masks, dbias))
+                self.b.emit(ir.AttentionBackward(q, k, v, o, gradient, lse, op[SCALE], dq, dk, dv, dbias, **masks))
             else:
                 q, k, v = map(self.source, (*operands, operands[1])[:3])
                 result, sums = target(RESULT, q), (target(LSE, q, True),) if LSE in made else ()
-                self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
+                self.b.emit(ir.Attention(q, k, v, op[SCALE], result, sums, "zeros" if in_blocks else "", **masks))
 
     def kernels(self, op: Op, made: Mapping[str, Op]) -> str:
         """Library of attention kernels that the op needs, or "" if cuDNN supports the op."""
