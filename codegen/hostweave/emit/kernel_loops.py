@@ -41,8 +41,8 @@ _OF_BLOCK_FIBERS = Templates(
     "for (int64_t {element} : hw::BlockFibers::of({count}))", "hw::grid_of_rows({count}, {length})", bounds="hw::kRowThreads"
 )
 TEMPLATES = {
-    ir.BY_THREAD: Templates("for ({number} {element} : hw::over_grid{walk}({count}))", "hw::grid_of_elements{width}({count})"),
-    ir.BY_BLOCK: Templates(
+    ir.Distribution.THREAD: Templates("for ({number} {element} : hw::over_grid{walk}({count}))", "hw::grid_of_elements{width}({count})"),
+    ir.Distribution.BLOCK: Templates(
         loop="for (int64_t {element} : hw::over_blocks({count}))",
         grid="hw::grid_of_rows{width}({count}, {length})",
         inner="for (int64_t {index} : hw::over_threads{width}({length}))",
@@ -50,16 +50,16 @@ TEMPLATES = {
         leader_if="hw::first_thread()",
         bounds="hw::kRowThreads",
     ),
-    ir.BY_ROW: _OF_ROW,
-    ir.BY_ANY_ROW: replace(_OF_ROW, grid="hw::grid_of_rows{width}({count}, {length})", bounds="hw::kRowThreads"),
-    ir.BY_SHORT_ROW: replace(_OF_ROW, grid="hw::grid_of_elements({together})", bounds=""),
-    ir.BY_TILE: Templates(
+    ir.Distribution.ROW: _OF_ROW,
+    ir.Distribution.ANY_ROW: replace(_OF_ROW, grid="hw::grid_of_rows{width}({count}, {length})", bounds="hw::kRowThreads"),
+    ir.Distribution.SHORT_ROW: replace(_OF_ROW, grid="hw::grid_of_elements({together})", bounds=""),
+    ir.Distribution.TILE: Templates(
         loop="hw::transpose{width}({rows}, {columns}, {result}, {pitch}, [&](int64_t {first}, int64_t {last})",
         grid="hw::grid_of_tiles<{bytes}>({rows}, {columns})",
         bounds="hw::kThreads, hw::kTransposing",
         closing=");",
     ),
-    ir.BY_COLUMNS: Templates(
+    ir.Distribution.COLUMNS: Templates(
         loop="for (const hw::Column {element} : hw::over_columns{width}({count}))",
         grid="hw::grid_of_columns({count}, {threads})",
         inner="#pragma unroll 8\nfor (int64_t {index} : hw::over_rows<{threads}{more}>({length}))",
@@ -68,13 +68,13 @@ TEMPLATES = {
         leader_if="{element}.stores()",
         bounds="{threads}",
     ),
-    ir.BY_FIBERS: Templates("for (int64_t {element} : hw::Fibers::of({count}))", "hw::grid_of_elements({count})"),
-    ir.BY_FIBER_PARTS: Templates(
+    ir.Distribution.FIBERS: Templates("for (int64_t {element} : hw::Fibers::of({count}))", "hw::grid_of_elements({count})"),
+    ir.Distribution.FIBER_PARTS: Templates(
         "for (const hw::FiberPart {element} : hw::FiberParts{{{count}}})", "hw::grid_of_elements({fibers} * hw::kFiberParts)"
     ),
-    ir.BY_BLOCK_FIBERS: _OF_BLOCK_FIBERS,
-    ir.BY_PRODUCTS: Templates("", "hw::grid_of_products({columns}, {depth})", bounds="hw::kProductThreads", closing=");"),
-    ir.BY_CLUSTER_FIBERS: replace(_OF_BLOCK_FIBERS, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
+    ir.Distribution.BLOCK_FIBERS: _OF_BLOCK_FIBERS,
+    ir.Distribution.PRODUCTS: Templates("", "hw::grid_of_products({columns}, {depth})", bounds="hw::kProductThreads", closing=");"),
+    ir.Distribution.CLUSTER_FIBERS: replace(_OF_BLOCK_FIBERS, grid="hw::grid_of_orders({count}, {length}, {ordered})"),
 }
 
 
@@ -82,6 +82,7 @@ class LoopPrinter:
     """Prints the loops of a kernel as C++, and names the indices."""
 
     def __init__(self, loops: Loops, integers: CppExprPrinter, names: CppNames):
+        assert loops.distribution
         self.ir, self.templates = loops, TEMPLATES[loops.distribution]
         self.integers = _with_outermost(loops, integers, names)
         self.names = {dim: Word(names.of(dim.letter, "index")) for dim in loops.dims}

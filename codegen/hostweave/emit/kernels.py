@@ -9,7 +9,7 @@ from hostweave.emit.kernel_facts import KernelFacts
 from hostweave.emit.sections import Section
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import DESCENDING, GROUPS
-from hostweave.kernel_ir.loops import BY_FIBER_PARTS, OF_BLOCKS, Loops, Walk, stored
+from hostweave.kernel_ir.loops import OF_BLOCKS, Distribution, Loops, Walk, stored
 from hostweave.types.tensor import bool_
 
 # C functions of the op table, which kernels call without `std::`.
@@ -74,8 +74,8 @@ class KernelEmitter(KernelFacts):
     def fibers(self) -> EmittedKernel:
         """Emits the call that computes one fiber."""
         op = self.ops[-1]
-        by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockFibers()")
-        group = {**by_block, BY_FIBER_PARTS: self.loops.element}.get(self.ir.distribution, "hw::Fibers()")
+        group = "hw::BlockFibers()" if self.ir.distribution in OF_BLOCKS else "hw::Fibers()"
+        group = self.loops.element if self.ir.distribution == Distribution.FIBER_PARTS else group
         kind = self.types[op.tensors[0]].dtype
         total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # Unsigned integers wrap around.
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total, "groups": op[GROUPS]}

@@ -14,20 +14,7 @@ because %x is contiguous along j. If %x is contiguous along i, a block usually r
 from dataclasses import replace
 
 from hostweave.fusion_ir.ops import OPS
-from hostweave.kernel_ir.loops import (
-    BY_BLOCK,
-    BY_BLOCK_FIBERS,
-    BY_CLUSTER_FIBERS,
-    BY_COLUMNS,
-    BY_FIBER_PARTS,
-    BY_FIBERS,
-    BY_PRODUCTS,
-    BY_THREAD,
-    ONE,
-    ZERO,
-    Loops,
-    stored,
-)
+from hostweave.kernel_ir.loops import ONE, ZERO, Distribution, Loops, stored
 from hostweave.types.machine import Machine
 
 TILE = 32  # columns in the tile of a block: hw::kTile
@@ -39,28 +26,28 @@ def distribute(loops: Loops, machine: Machine) -> Loops:
     """Chooses the distribution, and the number of threads of a tile. With at most one tile per multiprocessor, a tile gets all threads and
     registers of the multiprocessor."""
     if loops.products:
-        return replace(loops, distribution=BY_PRODUCTS, resident=PRODUCT_BLOCKS)
+        return replace(loops, distribution=Distribution.PRODUCTS, resident=PRODUCT_BLOCKS)
     chosen = _of_fibers(loops) if loops.takes_fibers else _of_elements(loops, machine)
-    if chosen != BY_COLUMNS:
+    if chosen != Distribution.COLUMNS:
         return replace(loops, distribution=chosen)
     is_alone = loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
     return replace(loops, distribution=chosen, threads=machine.block_threads if is_alone else TILE_THREADS, resident=int(is_alone))
 
 
-def _of_fibers(loops: Loops) -> str:
+def _of_fibers(loops: Loops) -> Distribution:
     if loops.fibers[stored(loops.results[0])].stride == ONE:
-        return BY_CLUSTER_FIBERS if any(OPS[op.kind].in_clusters for op in loops.kernel.ops) else BY_BLOCK_FIBERS
-    return BY_FIBER_PARTS if any(OPS[op.kind].parts_fibers for op in loops.kernel.ops) else BY_FIBERS
+        return Distribution.CLUSTER_FIBERS if any(OPS[op.kind].in_clusters for op in loops.kernel.ops) else Distribution.BLOCK_FIBERS
+    return Distribution.FIBER_PARTS if any(OPS[op.kind].parts_fibers for op in loops.kernel.ops) else Distribution.FIBERS
 
 
-def _of_elements(loops: Loops, machine: Machine) -> str:
+def _of_elements(loops: Loops, machine: Machine) -> Distribution:
     inputs, reduced = loops.inputs, loops.reduced
     if not reduced or (reduced[-1].size.is_int and int(reduced[-1].size) < machine.warp):  # More threads would have no element.
-        return BY_THREAD
+        return Distribution.THREAD
     whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
     if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):
-        return BY_BLOCK
+        return Distribution.BLOCK
     # In a tile that is not full, threads after the end read the last columns again. Other threads may already have overwritten these
     # columns in place, if a result varies along the reduced dims.
     in_tiles = loops.count.is_int and int(loops.count) % TILE == 0
-    return BY_COLUMNS if in_tiles or not any(map(loops.space.is_whole, loops.results)) else BY_THREAD
+    return Distribution.COLUMNS if in_tiles or not any(map(loops.space.is_whole, loops.results)) else Distribution.THREAD

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.kernel_ir.loops import BY_ANY_ROW, BY_BLOCK, BY_ROW, BY_SHORT_ROW, Loops, Walk
+from hostweave.kernel_ir.loops import Distribution, Loops, Walk
 from hostweave.types.machine import Machine
 
 BLOCKS, TERM_THREADS = (1, 2, 4, 8), 256  # in a kernel with a collective: blocks that can share a row, and maximum threads per block
@@ -43,7 +43,7 @@ EXPENSIVE = 16  # lowest cost per element of an expensive value, in additions
 
 
 def hold_rows(loops: Loops, machine: Machine) -> Loops:
-    if loops.distribution != BY_BLOCK or loops.width == 1 or len(loops.reduced) > 1:
+    if loops.distribution != Distribution.BLOCK or loops.width == 1 or len(loops.reduced) > 1:
         return loops
     shared = _shared(loops, (), machine)
     held = (rows for values in (_expensive(loops), ()) for rows in _held(loops, values, prefetches=bool(shared.threads)) if rows)
@@ -114,16 +114,16 @@ def _shared(loops: Loops, held: tuple[str, ...], machine: Machine) -> Loops:
     most = machine.block_threads if computes else machine.registers // ROW_REGISTERS
     sharing = [n for n in BLOCKS if loops.kernel.exchanges and n <= machine.cluster_blocks and count % (n * machine.warp) == 0]
     if blocks := next((n for n in sharing if machine.warp < count // n <= TERM_THREADS), 0):
-        return replace(loops, distribution=BY_ROW, threads=count // blocks, blocks=blocks, held=held)
+        return replace(loops, distribution=Distribution.ROW, threads=count // blocks, blocks=blocks, held=held)
     if count and (threads := _threads_of_row(count, accesses, most, machine)):
         inputs = FEW_INPUT_BYTES if threads >= LARGE_BLOCK and len(loops.results) == 1 else 0
         few = FEW_BYTES if computes and threads > machine.warp else inputs
         is_few = 0 < count // threads * accesses * machine.access_bytes <= few
         resident = machine.registers // RESIDENT_REGISTERS // threads if is_few else int(threads == machine.block_threads)
-        by = BY_ROW if threads > machine.warp else BY_SHORT_ROW
+        by = Distribution.ROW if threads > machine.warp else Distribution.SHORT_ROW
         return replace(loops, distribution=by, threads=threads, resident=resident, held=held)
     is_held = 0 < accesses * ROW_ACCESSES * machine.access_bytes <= HELD_BYTES
-    return replace(loops, distribution=BY_ANY_ROW, held=held) if is_held else loops
+    return replace(loops, distribution=Distribution.ANY_ROW, held=held) if is_held else loops
 
 
 def _threads_of_row(vectors: int, held: int, most: int, machine: Machine) -> int:

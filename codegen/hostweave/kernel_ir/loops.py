@@ -16,6 +16,7 @@ loops @normed {
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from hostweave.analysis.kernel_indices import Iteration
 from hostweave.fusion_ir.index_map import Labels
@@ -29,25 +30,26 @@ from hostweave.types.tensor import BufferType, DType, row_major, strides_of
 ZERO, ONE = Size(0), Size()
 OUTERMOST = "outermost"  # symbol for the outermost size
 
-# Distributions of the iterations over threads. An element is one element of the result. A fiber is all elements along one dim.
-BY_THREAD = "each thread computes elements"
-BY_BLOCK = "a block reduces an element"
-BY_ROW = "a block shares a row"
-BY_ANY_ROW = "a block shares a row of unknown length"
-BY_SHORT_ROW = "a part of a warp shares a row"
-BY_TILE = "a block transposes a tile"
-BY_COLUMNS = "a block reduces a tile of columns"
-BY_FIBERS = "a thread processes a fiber"
-BY_FIBER_PARTS = "threads share the elements of a fiber"
-BY_BLOCK_FIBERS = "a block processes a fiber"
-BY_CLUSTER_FIBERS = "a cluster processes a fiber"
-BY_PRODUCTS = "a cluster multiplies a tile of columns"
-DISTRIBUTIONS = (
-    *(BY_THREAD, BY_BLOCK, BY_ROW, BY_ANY_ROW, BY_SHORT_ROW, BY_TILE, BY_COLUMNS),
-    *(BY_FIBERS, BY_FIBER_PARTS, BY_BLOCK_FIBERS, BY_CLUSTER_FIBERS, BY_PRODUCTS),
-)
-OF_BLOCKS = (BY_BLOCK_FIBERS, BY_CLUSTER_FIBERS)
-ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
+
+class Distribution(StrEnum):
+    """Distribution of the iterations over threads. An element is one element of the result. A fiber is all elements along one dim."""
+
+    THREAD = "each thread computes elements"
+    BLOCK = "a block reduces an element"
+    ROW = "a block shares a row"
+    ANY_ROW = "a block shares a row of unknown length"
+    SHORT_ROW = "a part of a warp shares a row"
+    TILE = "a block transposes a tile"
+    COLUMNS = "a block reduces a tile of columns"
+    FIBERS = "a thread processes a fiber"
+    FIBER_PARTS = "threads share the elements of a fiber"
+    BLOCK_FIBERS = "a block processes a fiber"
+    CLUSTER_FIBERS = "a cluster processes a fiber"
+    PRODUCTS = "a cluster multiplies a tile of columns"
+
+
+OF_BLOCKS = (Distribution.BLOCK_FIBERS, Distribution.CLUSTER_FIBERS)
+ROWS = (Distribution.ROW, Distribution.ANY_ROW, Distribution.SHORT_ROW)
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,8 @@ class Loops:
     products: FewRows | None = None  # matmuls before the loops
     outer: Size | None = None
     walks: tuple[Walk, ...] = ()
-    distribution: str = ""
-    threads: int = 0  # threads of a block, or in BY_SHORT_ROW of a row; 0 if no pass has chosen a number
+    distribution: Distribution | None = None
+    threads: int = 0  # threads of a block, or in Distribution.SHORT_ROW of a row; 0 if no pass has chosen a number
     blocks: int = 1  # blocks of a cluster that share a row of known length
     resident: int = 0  # number of blocks whose registers must fit into a multiprocessor; 0 if no pass has chosen a number
     width: int = 1  # consecutive elements per access
@@ -185,12 +187,12 @@ class Loops:
 
     @property
     def along(self) -> LoopDim:
-        return (self.reduced if self.distribution in (BY_BLOCK, *ROWS) else self.kept)[-1]
+        return (self.reduced if self.distribution in (Distribution.BLOCK, *ROWS) else self.kept)[-1]
 
     @property
     def transposed(self) -> str:
         """The result that is contiguous along the first dim, if blocks transpose tiles. Otherwise ""."""
-        return next(y for y in self.results if self.stride(stored(y), self.along) != ONE) if self.distribution == BY_TILE else ""
+        return next(y for y in self.results if self.stride(stored(y), self.along) != ONE) if self.distribution == Distribution.TILE else ""
 
     @property
     def packed(self) -> set[str]:
@@ -242,7 +244,7 @@ class Loops:
 
     def taken_apart(self) -> list[int]:
         """Positions of the kept dims whose indices are computed from the linear index."""
-        if len(self.kept) == 1 or self.distribution == BY_TILE:
+        if len(self.kept) == 1 or self.distribution == Distribution.TILE:
             return []
         scattered = [access for access in self.accesses if not self.is_linear(access)]
         return [i for i, dim in enumerate(self.kept) if any(self.stride(access, dim) != ZERO for access in scattered)]

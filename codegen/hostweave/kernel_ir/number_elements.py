@@ -12,14 +12,14 @@ index.
 
 from dataclasses import replace
 
-from hostweave.kernel_ir.loops import BY_THREAD, Loops
+from hostweave.kernel_ir.loops import Distribution, Loops
 from hostweave.types.machine import Machine
 
 SHORT = 1 << 30  # most elements for which hw::fits_int32 is true
 
 
 def number_elements(loops: Loops, machine: Machine) -> Loops:
-    if loops.distribution != BY_THREAD or not loops.taken_apart():
+    if loops.distribution != Distribution.THREAD or not loops.taken_apart():
         return loops
     count = loops.count
     return replace(loops, index="Index" if not count.is_int else "uint32_t" if int(count) <= SHORT else "int64_t")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hostweave.analysis.kernel_indices import epilogue, iteration
 from hostweave.host_ir import ir
-from hostweave.kernel_ir.loops import DISTRIBUTIONS, ONE, OUTERMOST, ZERO, FewRows, Fiber, LoopDim, Loops, Walk
+from hostweave.kernel_ir.loops import ONE, OUTERMOST, ZERO, Distribution, FewRows, Fiber, LoopDim, Loops, Walk
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 from hostweave.types.text import Reader
@@ -118,9 +118,9 @@ def _parse_distribution(reader: Reader, loops: Loops) -> Loops:
     start, line, words = reader.at, reader.line(), list[str]()
     while reader.line() == line and reader.peek() not in (",", ""):
         words.append(reader.take())
-    if (chosen := " ".join(words)) not in DISTRIBUTIONS:
-        reader.fail(f"unknown distribution {chosen!r}; use one of: {'; '.join(DISTRIBUTIONS)}", start)
-    loops = replace(loops, distribution=chosen)
+    if (chosen := " ".join(words)) not in [*Distribution]:
+        reader.fail(f"unknown distribution {chosen!r}; use one of: {'; '.join(Distribution)}", start)
+    loops = replace(loops, distribution=Distribution(chosen))
     while reader.accept(","):
         number, what = reader.integer(), reader.word("threads or blocks")
         if what == "threads":

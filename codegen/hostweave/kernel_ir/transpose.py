@@ -14,7 +14,7 @@ first dim. All other accesses must then be contiguous or constant along the last
 
 from dataclasses import replace
 
-from hostweave.kernel_ir.loops import BY_THREAD, BY_TILE, ONE, ZERO, Loops
+from hostweave.kernel_ir.loops import ONE, ZERO, Distribution, Loops
 from hostweave.types.machine import Machine
 
 MIN_TILED_ELEMENTS = 16  # a tile of a shorter dim would be mostly empty
@@ -23,10 +23,10 @@ MAX_ELEMENT_BYTES = 4  # largest element of the transposed result
 
 def transpose(loops: Loops, machine: Machine) -> Loops:
     others = loops.reduced or loops.fibers or loops.updates or loops.space.joined or loops.kernel.exchanges
-    is_plain = loops.distribution == BY_THREAD and not others
+    is_plain = loops.distribution == Distribution.THREAD and not others
     if not is_plain or len(loops.kept) != 2 or any(dim.size.is_int and int(dim.size) < MIN_TILED_ELEMENTS for dim in loops.kept):
         return loops
-    orders = (replace(loops, kept=kept, distribution=BY_TILE) for kept in (loops.kept, loops.kept[::-1]))
+    orders = (replace(loops, kept=kept, distribution=Distribution.TILE) for kept in (loops.kept, loops.kept[::-1]))
     return next(filter(_writes_across, orders), loops)
 
 

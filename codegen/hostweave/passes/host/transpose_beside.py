@@ -18,7 +18,7 @@ from hostweave.fusion_ir.ir import Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
-from hostweave.kernel_ir.loops import BY_TILE
+from hostweave.kernel_ir.loops import Distribution
 from hostweave.kernel_ir.pipeline import stages
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links, finished, viewed
@@ -77,7 +77,7 @@ def _with_copy(uses: DefUse, copy: Place, first: Place, path: list[tree.Instruct
         return None
     (merged,) = found
     buffers = [links.types[name] for name in (*merged.launch.srcs, *merged.launch.dsts)]
-    if stages(merged.kernel, buffers, options.figures)[-1][1].distribution != BY_TILE:
+    if stages(merged.kernel, buffers, options.figures)[-1][1].distribution != Distribution.TILE:
         return None
     links.fuse(lambda place: place is producer)
     links.kernels[merged.kernel.name] = _rounded_apart(merged.kernel)
