@@ -206,22 +206,21 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 
 def with_names(instruction: Kind, new: Mapping[str, str], *wanted: str) -> Kind:
     """Replaces the names that `names` returns."""
-    changed: dict[str, Any] = {}
-    for name in _fields_of(type(instruction), wanted):
-        old = getattr(instruction, name)
-        changed[name] = tuple(new.get(each, each) for each in old) if isinstance(old, tuple) else new.get(old, old)
-    return replaced(instruction, **changed)
+    return _with_each_name(instruction, lambda name: new.get(name, name), wanted)
 
 
-def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
+def with_names_at(instruction: Kind, new: Mapping[int, str], *wanted: str) -> Kind:
     """Replaces the name at index `i` of the result of `names` by `new[i]`."""
-    changed: dict[str, Any] = {}
     number = count()
+    return _with_each_name(instruction, lambda name: new.get(next(number), name), wanted)
+
+
+def _with_each_name(instruction: Kind, change: Callable[[str], str], wanted: tuple[str, ...]) -> Kind:
+    changed: dict[str, Any] = {}
     for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)
-        named = tuple([new.get(next(number), each) for each in (old if isinstance(old, tuple) else (old,))])
-        changed[name] = named if isinstance(old, tuple) else named[0]
-    return replace(instruction, **changed)
+        changed[name] = tuple(map(change, old)) if isinstance(old, tuple) else change(old)
+    return replaced(instruction, **changed)
 
 
 Slot = tuple[str, Expr]  # a stream or an event: the name of its pool, and its index in the pool
