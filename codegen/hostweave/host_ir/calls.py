@@ -8,7 +8,7 @@ from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.base.unchanged import is_same
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Binary, Expr, Var, binary
+from hostweave.host_ir.expr import Expr, Var, with_leaves
 from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 
@@ -180,16 +180,10 @@ def missing_deallocations(body: tree.Body, around: tree.Body) -> Iterator[ir.Dea
 def renamed(body: tree.Body, names: Mapping[str, str], values: Mapping[str, Expr] = MappingProxyType({})) -> tree.Body:
     """Renames the buffers and indices that are keys of `names`. Replaces the indices that are keys of `values` by expressions."""
 
+    def index(expr: Expr) -> Expr:
+        return values.get(expr.name, Var(names.get(expr.name, expr.name))) if isinstance(expr, Var) else expr
+
     def rename(i: tree.Instruction) -> tree.Instruction:
-        return tree.with_names(tree.with_expressions(i, lambda expr: _expr(expr, names, values)), names, *tree.NAMED)
+        return tree.with_names(tree.with_expressions(i, lambda expr: with_leaves(expr, index)), names, *tree.NAMED)
 
     return tree.rewrite(body, rename)
-
-
-def _expr(expr: Expr, names: Mapping[str, str], values: Mapping[str, Expr]) -> Expr:
-    match expr:
-        case Var(name):
-            return values.get(name, Var(names.get(name, name)))
-        case Binary(op, left, right):
-            return binary(op, _expr(left, names, values), _expr(right, names, values))
-    return expr

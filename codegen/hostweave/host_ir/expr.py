@@ -246,6 +246,13 @@ def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
     return expr
 
 
+def with_leaves(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """Replaces each part of `expr` that is not Binary."""
+    if isinstance(expr, Binary):
+        return binary(expr.op, with_leaves(expr.left, change), with_leaves(expr.right, change))
+    return change(expr)
+
+
 def leaves(expr: Expr) -> list[Expr]:
     """Parts of `expr` that are not Binary, from left to right."""
     return leaves(expr.left) + leaves(expr.right) if isinstance(expr, Binary) else [expr]

@@ -14,7 +14,7 @@ from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.check.run import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
-from hostweave.host_ir.expr import Expr, Var, binary, leaves
+from hostweave.host_ir.expr import Expr, Var, with_leaves
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType
 
@@ -69,7 +69,7 @@ def _child_of_block(place: Place, uses: DefUse) -> Place:
 
 def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
     """True if an index has a different value in every iteration of a loop, on every rank."""
-    (step_index,), index = tree.names(loop, "index"), _resolved(index, uses)
+    (step_index,), index = tree.names(loop, "index"), with_leaves(index, lambda leaf: _resolved(leaf, uses))
     if index == Var(step_index):
         return True
     if loop.trips is None or not loop.trips.is_int:
@@ -83,9 +83,8 @@ def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
         return False
 
 
-def _resolved(expr: Expr, uses: DefUse) -> Expr:
-    if isinstance(expr, Var) and isinstance(let := uses.indices[expr.name].instruction, ir.Let):
-        return _resolved(let.value, uses)
-    if leaves(expr) == [expr]:
-        return expr
-    return binary(expr.op, _resolved(expr.left, uses), _resolved(expr.right, uses))  # type: ignore[attr-defined]
+def _resolved(leaf: Expr, uses: DefUse) -> Expr:
+    """Value of a `let` integer, or any other leaf itself."""
+    if isinstance(leaf, Var) and isinstance(let := uses.indices[leaf.name].instruction, ir.Let):
+        return with_leaves(let.value, lambda inner: _resolved(inner, uses))
+    return leaf
