@@ -209,13 +209,13 @@ def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: i
     """One instruction with all sends of this rank. With `distance`, the only receiver is the rank that is `distance` ranks ahead."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
-    return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)
+    return ir.SendBlocks(cuts or prod(blocks.sent), blocks.routes, b.channel_of_all, src)
 
 
 def _recv(b: Builder, dst: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
     if distance is not None:
         return ir.Recv(dst, _neighbor(-distance), b.channel_of_all)
-    return ir.RecvBlocks(dst, cuts or prod(blocks.received), blocks.routes, b.channel_of_all)
+    return ir.RecvBlocks(cuts or prod(blocks.received), blocks.routes, b.channel_of_all, dst)
 
 
 def _neighbor(distance: int) -> Expr:

@@ -59,12 +59,14 @@ class PointToPoint(Communication):
     """One or several sends or recvs. Each send matches a recv of its peer."""
 
 
+@dataclass(frozen=True)
 class Routed(PointToPoint):
     """Sends or receives blocks of a buffer by routes, as one group. `count` is the number of equal blocks of the buffer, or the cuts of its
     packed blocks."""
 
     count: int | Cuts
     routes: Routes
+    channel: str
     grouped = True
 
     @property
@@ -136,22 +138,24 @@ class ReduceScatter(FromTo, Reduction):
 
 
 @dataclass(frozen=True)
-class Broadcast(FromTo):
-    """dst = the src of the rank with index `root` in the process group."""
+class Rooted(FromTo):
+    """A collective in which the rank with index `root` in the process group is the only sender or the only receiver."""
 
     root: Expr
     channel: str
+
+
+class Broadcast(Rooted):
+    """dst = the src of the root."""
+
     syntax = "broadcast %{src} -> %{dst} from {root} on {channel}"
     in_place = "src"
     at_root = "src"
 
 
-@dataclass(frozen=True)
-class BroadcastToOthers(FromTo):
+class BroadcastToOthers(Rooted):
     """On every rank except the root, dst = the src of the root. The root has no dst, and the other ranks need no src."""
 
-    root: Expr
-    channel: str
     syntax = "broadcast_to_others %{src} to %{dst} from {root} on {channel}"
     at_root = "src"
     not_at_root = "dst"
@@ -169,24 +173,18 @@ class Reduce(FromTo, Reduction):
     at_root = "dst"
 
 
-@dataclass(frozen=True)
-class Gather(FromTo):
+class Gather(Rooted):
     """On the root, dst = the src of every rank, in process group order. Other ranks do not write dst. Posted as sends and recvs."""
 
-    root: Expr
-    channel: str
     syntax = "gather %{src} -> %{dst} to {root} on {channel}"
     blocks = "dst"
     grouped = True
     at_root = "dst"
 
 
-@dataclass(frozen=True)
-class Scatter(FromTo):
+class Scatter(Rooted):
     """dst = this rank's block of the root's src. Other ranks do not use src. Posted as sends and recvs."""
 
-    root: Expr
-    channel: str
     syntax = "scatter %{src} -> %{dst} from {root} on {channel}"
     blocks = "src"
     sends_blocks = True
@@ -261,9 +259,6 @@ class SendBlocks(Routed):
     send_blocks with the same routes match the recv_blocks with these routes in order."""
 
     src: Read
-    count: int | Cuts
-    routes: Routes
-    channel: str
     syntax = "send_blocks %{src} in {count} by {routes} on {channel}"
     posts = "send"
 
@@ -273,9 +268,6 @@ class RecvBlocks(Routed):
     """Receives the blocks of dst whose routes end at this rank, as a group."""
 
     dst: Write
-    count: int | Cuts
-    routes: Routes
-    channel: str
     syntax = "recv_blocks %{dst} in {count} by {routes} on {channel}"
     posts = "recv"
 

@@ -58,26 +58,25 @@ class Get(OneSided):
 
 
 @dataclass(frozen=True)
-class Signal(Signalled):
-    """Signals the state of a buffer to the peer. `SIGNAL_STATES` lists the states."""
+class OfBuffer(Signalled):
+    """A signal about a buffer, or a wait for such a signal. `SIGNAL_STATES` lists the states."""
 
     signal: int
     peer: Expr
     buffer: Guarded
     state: str
     channel: str
+
+
+class Signal(OfBuffer):
+    """Signals the state of a buffer to the peer."""
+
     syntax = "signal {signal} at {peer} that %{buffer} is {state} on {channel}"
     posts = "signal"
 
 
-@dataclass(frozen=True)
-class WaitSignal(Signalled):
+class WaitSignal(OfBuffer):
     """Makes the current stream wait for the peer's next signal with number `signal`. The signal announces `state`."""
 
-    signal: int
-    peer: Expr
-    buffer: Guarded
-    state: str
-    channel: str
     syntax = "wait_signal {signal} from {peer} until %{buffer} is {state} on {channel}"
     posts = "wait_signal"
