@@ -120,11 +120,6 @@ class KernelFacts:
             return f"hw::first({self.pointers[rows]}, {self.size_of_fiber(rows)})"
         return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
 
-    def jump(self, index: str, name: str) -> str:
-        """C++ for the offset of `index` along the fiber of an input."""
-        stride = self.ir.fibers[name].stride
-        return index if stride == ONE else f"{index} * {self.loops.integers.factor(stride)}"
-
     def used(self, op: Op) -> Iterator[str]:
         """Operands of an op, each as often as the C++ of the op uses it, and at least once."""
         for i, operand in enumerate(op.operands):

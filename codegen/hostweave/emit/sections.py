@@ -377,7 +377,7 @@ class Section:
         the vector under this condition, and returns the condition ""."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (index, held) = op.tensors[0], op.result.type.dtype, self.index_of(op)
-        moved = kernel.jump(index, x)
+        moved = loops.sum_of([(index, kernel.ir.fibers[x].stride)])
         if self.is_wide and x in kernel.ir.packed and not kernel.ir.moves_inside(op):
             local = kernel.names.of(f"{op.result.name}_elements", "elements that an op reads")
             load = f"hw::load<kWidth>({loops.shifted(kernel.pointers[x], [(moved, ONE), *loops.terms(x)])})"
