@@ -105,17 +105,14 @@ class _Rows:
         new = claim_unique(f"{old}_apart", self.taken)
         before += self.wide(new, type, at)
         src, dst = (new, flat) if is_result else (flat, new)
-        (after if is_result else before).append(ir.Launch(self.copying(src, dst, type), (src,), (dst,), location=at.location))
+        kernel = ir.Kernel("", (ir.Parameter(src, unsharded(type)),), (Op("copy", (src,), Value(dst, unsharded(type))),))
+        name = registered(self.kernels, kernel, f"copy_{dst}")  # Unlike a copy, the kernel can be fused.
+        (after if is_result else before).append(ir.Launch(name, (src,), (dst,), location=at.location))
         if not turned:
             return new
         back = claim_unique(f"{new}_columns", self.taken)
         before.append(ir.Permute(back, new, turned, location=at.location))
         return back
-
-    def copying(self, src: str, dst: str, type: BufferType) -> str:
-        """Name of a new kernel that copies a buffer, and can be fused."""
-        kernel = ir.Kernel("", (ir.Parameter(src, unsharded(type)),), (Op("copy", (src,), Value(dst, unsharded(type))),))
-        return registered(self.kernels, kernel, f"copy_{dst}")
 
 
 def _aligned(type: BufferType) -> Size:

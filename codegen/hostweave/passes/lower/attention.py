@@ -11,6 +11,7 @@ a chunk loop, each rank attends to the block of the iteration.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hostweave.base.errors import ProgramError
@@ -89,10 +90,8 @@ class Attentions:
         rank = rank_in_group(self.flow.mesh_of(op), self.flow.types[op.tensors[0]].dims[-2].axes)
         before, after = (Seen(columns=0), Seen(rows=1)) if op[PIECES] else (Seen(), None)
 
-        def of_others() -> None:
-            branch(b, steps.owned_by.less(rank), lambda: attend(before), lambda: attend(after))
-
-        branch(b, steps.owned_by.equals(rank), lambda: attend(Seen(diagonal=Const(0))), of_others)
+        of_others = partial(branch, b, steps.owned_by.less(rank), partial(attend, before), partial(attend, after))
+        branch(b, steps.owned_by.equals(rank), partial(attend, Seen(diagonal=Const(0))), of_others)
 
     def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
         if op[PIECES]:

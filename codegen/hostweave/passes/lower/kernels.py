@@ -75,7 +75,7 @@ class Kernels:
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
         return self.named(f"{kind}_{result.name}", {terms: terms}, (body,))
 
-    def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
+    def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str) -> str:
         """Kernel that reduces terms. Floats of fewer than 32 bits are reduced in f32, and rounded once. A buffer with an additional first
         dim has one term per index of this dim."""
         along, one_more = PAIRWISE[reduction]

@@ -170,14 +170,11 @@ class RepeatLowering:
 
     def whole(self, op: Op, name: str) -> str:
         """Buffer of the stacked results of all calls: the donated input if no later op reads this input, otherwise separate memory."""
-        memory = self.memories.get(name, "")
-        if memory and name not in self.buffers.by_value and not self.is_read_later(memory, op):
+        memory, later = self.memories.get(name, ""), self.flow.fusion.ops[self.flow.fusion.ops.index(op) + 1 :]
+        is_read_later = any(self.flow.viewed(operand) == memory for other in later for operand in other.tensors)
+        if memory and name not in self.buffers.by_value and not is_read_later:
             self.buffers.by_value[name] = name  # the output parameter
         return self.buffers.buffer_of(name)
-
-    def is_read_later(self, name: str, op: Op) -> bool:
-        later = self.flow.fusion.ops[self.flow.fusion.ops.index(op) + 1 :]
-        return any(self.flow.viewed(operand) == name for other in later for operand in other.tensors)
 
     def begin(self, op: Op, function: Fusion, source: str, pair: tuple[int, int], used: dict[int, str]) -> _Carried:
         b, type, results = self.b, self.b.types[source], len(function.outputs)
