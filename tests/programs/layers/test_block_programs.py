@@ -164,7 +164,7 @@ def test_32_layers_of_llama() -> None:
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
     assert source.count("  layer(") == 1  # The call is in a loop.
-    assert "layer(x_2_before, in.layers[i], cos_angles_, sin_angles_, x_2_i, out.layers[i], caller);" in source
+    assert "layer(x_i, in.layers[i], cos_angles_, sin_angles_, x_2_i, out.layers[i], caller);" in source
 
 
 def test_programs_do_not_grow_with_the_number_of_layers() -> None:
@@ -229,7 +229,7 @@ def test_calls_with_different_weights_are_a_loop_over_structs(ranks: int) -> Non
     lines = [line.strip() for line in program.source.splitlines()]
     loop = lines.index("for (int64_t i = 0; i < 5; ++i) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
     assert "layer(x_i, in.layers[i], scale, x_2_i, caller);" in lines[loop:]
-    assert "last(y_before, in.layers[0], y_i, caller);" in lines[loop:]  # `last` reads b_1, which is in the struct of the first layer.
+    assert "last(x_i, in.layers[0], y_i, caller);" in lines[loop:]  # `last` reads b_1, which is in the struct of the first layer.
     for rows in (8, 7, 1):
         arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
         with parallel(check_dependencies=True):
@@ -277,7 +277,7 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
     program = compiled(fusion)
     code = re.sub(r"\s+", " ", program.source[program.source.index("HW_CHECK(arena_.begin_call(caller));") :])
     assert "layer(x_i, in.layers[i], in.layers_2[i], x_2_i," in code
-    assert "back(x_11_before, in.layers[4 - i], in.layers_2[4 - i]," in code
+    assert "back(x_i, in.layers[4 - i], in.layers_2[4 - i]," in code
     assert "update(in.layers[i], back_add_x_ + i * E, out.updates[i], caller); }" in code
     assert code.count("for (int64_t i = 0; i < 5; ++i) {") == 3
     for rows in (7, 2):
