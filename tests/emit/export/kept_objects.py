@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = "<root>"  # stands for the folder of the export in kept lists of files
 command = sys.argv[1:]
 
 
@@ -16,7 +17,7 @@ def after(option: str) -> str:
     return command[command.index(option) + 1] if option in command else ""
 
 
-unit, into = Path(after("-c")), Path(after("-o"))
+unit, into, needed = (Path(after(option)) for option in ("-c", "-o", "-MF"))
 text = unit.read_text() if unit.is_file() else ""
 sources = [unit, *map(Path, re.findall(r'#include "(/.*?)"', text))]  # A unit of a unity build includes sources by absolute path.
 root = next((folder for source in sources for folder in source.parents if Path(folder, ".hostweave-export").is_file()), None)
@@ -33,14 +34,15 @@ key = hashlib.sha256("\n".join([compiler, *options, text]).replace(str(root), ""
 for file in files:
     if file.is_file():
         key.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+escaped = str(root).replace(" ", r"\ ")
 kept = Path(os.environ["HOSTWEAVE_TESTS_OBJECTS"], f"{key.hexdigest()}.o")
 with open(f"{kept}.lock", "w") as lock:  # Other processes wait until the first process has made the object.
     fcntl.flock(lock, fcntl.LOCK_EX)
     if not kept.exists():
         if status := subprocess.run(command).returncode:
             sys.exit(status)
+        kept.with_suffix(".d").write_text(needed.read_text().partition(":")[2].replace(escaped, ROOT))
         shutil.copy(into, kept.with_suffix(".part"))
         kept.with_suffix(".part").rename(kept)
 shutil.copy(kept, into)
-needed = " ".join(str(path).replace(" ", r"\ ") for path in files)
-Path(after("-MF")).write_text(f"{into}: {needed}\n")
+needed.write_text(f"{into}:{kept.with_suffix('.d').read_text().replace(ROOT, escaped)}")
