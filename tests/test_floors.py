@@ -179,8 +179,8 @@ def test_tests_and_benchmarks_use_public_names() -> None:
             names: list[str] = []
             if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("torch"):
                 names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.Attribute) and ast.unparse(node).partition(".")[0] not in ("self", "cls", "torch", "aten"):
-                names = [node.attr]
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                names = [node.attr] if ast.unparse(node).partition(".")[0] not in ("self", "cls", "torch", "aten") else []
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
                 names = [str(given.value).rpartition(".")[2] for given in node.args[:2] if isinstance(given, ast.Constant)]
             private = [name for name in names if name.startswith("_") and not name.endswith("_") and name not in OF_OTHERS]
@@ -304,9 +304,9 @@ def test_code_reads_traits_of_instructions() -> None:
     asked: dict[str, list[str]] = {}
     for path in modules():
         for node in nodes(path):
-            asks = node.args[1:] if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass") else ()
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            asks = node.args[1:] if called in ("isinstance", "issubclass") else node.args if called.endswith(".instructions") else ()
             asks = (node.cls,) if isinstance(node, ast.MatchClass) else asks
-            asks = node.args if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".instructions") else asks
             named = {each.attr for ask in asks for each in ast.walk(ask) if isinstance(each, ast.Attribute) and each.attr in concrete}
             if named:
                 asked.setdefault(str(path.relative_to(PACKAGE)), []).append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
