@@ -38,6 +38,8 @@ COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNE
 WORKERS = 8  # largest number of workers without GPUs
 WAITING = {"hangs", "interrupts", "launchers", "lost_ranks", "prepare", "rank_faults"}  # Tests in these folders mostly wait.
 GPU_TESTS = 6  # number of consecutive GPU tests of a file that run on one worker, because the tests may share programs
+# Marks that the text of a module must mention, and what mentions them.
+MENTIONS = {"extra": r"\bextra\(|importorskip|needs_cuda", "more": r"\bmark\.more\b|\bparts\("}
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
 # Long tests start first. Otherwise, one worker might still run a long test when all other workers are done.
@@ -194,18 +196,20 @@ def why_missing(extra: str) -> str | None:
 
 
 @cache
-def names_extras(module: Path) -> bool:
-    """True if the text of a test module mentions `extra(`, importorskip or needs_cuda."""
-    return bool(re.search(r"\bextra\(|importorskip|needs_cuda", module.read_text()))
+def names_mark(mark: str, module: Path) -> bool:
+    """True if the text of a test module mentions `mark`, or a function or variable that adds the mark."""
+    return bool(re.search(MENTIONS[mark], module.read_text()))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignores tests/gpu if there is no GPU. With `-m extra`, also ignores modules without a test marked `extra`, because each worker would
-    trace the programs of these modules for seconds."""
+    """Ignores tests/gpu if there is no GPU. With `-m extra`, `-m more` and `-m "extra or more"`, also ignores modules without such tests,
+    because each worker would trace the programs of these modules for seconds."""
     if collection_path.parts[-2:] == ("tests", "gpu") and not gpus():
         return True
     is_module = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    return True if is_module and config.option.markexpr == "extra" and not names_extras(collection_path) else None
+    marks = config.option.markexpr.split(" or ")
+    only_some = is_module and MENTIONS.keys() >= {*marks}
+    return True if only_some and not any(names_mark(mark, collection_path) for mark in marks) else None
 
 
 @cache
@@ -227,22 +231,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts the longest tests first, groups the GPU tests of a file, and skips tests with a missing extra. Deselects GPU tests if there is
-    no GPU, and slow tests by default."""
+    no GPU, and slow tests and `more` tests by default."""
     counts: Counter[Path] = Counter()
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
         if imports_or_skips(item.path):
             item.add_marker("extra")
-        if item.get_closest_marker("extra") and not names_extras(item.path):
-            raise pytest.UsageError(f"{item.nodeid}: write pytest.mark.extra in {item.path.name}, where `-m extra` looks for it")
+        for mark in MENTIONS:
+            if item.get_closest_marker(mark) and not names_mark(mark, item.path):
+                raise pytest.UsageError(f"{item.nodeid}: write pytest.mark.{mark} in {item.path.name}, where `-m {mark}` looks for it")
         for reason in {why_missing(name) for mark in item.iter_markers("extra") for name in mark.args} - {None}:
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.xdist_group(f"gpu {item.path.name} {counts[item.path] // GPU_TESTS}"))
             counts[item.path] += 1
-    unwanted = {"gpu"} if not gpus() else set()
-    if "slow" not in config.option.markexpr:
-        unwanted.add("slow")
+    unwanted = {mark for mark in ("slow", "more") if mark not in config.option.markexpr} | ({"gpu"} if not gpus() else set())
     is_out = [any(item.get_closest_marker(mark) for mark in unwanted) for item in items]
     if any(is_out):
         config.hook.pytest_deselected(items=[*compress(items, is_out)])

@@ -123,8 +123,9 @@ def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: S
 
 
 def parts(count: int, many: int) -> list[Any]:
-    """Divides the seeds into parts for the workers: four parts that run by default, and the parts that only `-m slow` runs."""
-    some = [range(count)[i::4] for i in range(4)]
+    """Divides the seeds into parts for the workers: two parts that run by default, two that `-m more` runs, and the parts that only
+    `-m slow` runs."""
+    some = [pytest.param(range(count)[i::4], marks=[pytest.mark.more] * (i % 2)) for i in range(4)]
     return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
 
 

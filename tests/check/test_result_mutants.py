@@ -29,7 +29,7 @@ def expect_caught(count: int, ranks: int, seed: int, programs: slice = slice(Non
     assert verdicts[CAUGHT] > verdicts.total() / 2
 
 
-@pytest.mark.parametrize("first", [0, 9, 18])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.more) for first in (9, 18))])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
 def test_mutants_are_caught(first: int) -> None:
     expect_caught(20, 4, seed=0, programs=slice(first, None, 27))

@@ -77,6 +77,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert re.search(r"rank \d: y: element 0 of this rank's block is \S+, and \S+ in the reference: they differ by", result.stderr)
 
 
+@pytest.mark.more
 def test_a_project_with_zigzag_dims_runs_on_the_cpu(tmp_path: Path) -> None:
     build(in_zigzag(), tmp_path, OPENBLAS)
     for sizes in ("S=16", "S=40"):
@@ -84,6 +85,7 @@ def test_a_project_with_zigzag_dims_runs_on_the_cpu(tmp_path: Path) -> None:
         assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.more
 def test_projects_with_blocks_and_attention_run_on_the_cpu(tmp_path: Path) -> None:
     build(recurrent, tmp_path, OPENBLAS)  # This program has one struct per call of a block.
     result = run(tmp_path, "build/recurrent", "M=15", "K=8", "repetitions=1")

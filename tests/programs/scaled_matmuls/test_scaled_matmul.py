@@ -182,6 +182,10 @@ def loops(ranks: int, split: str, streamed: Any) -> Fusion:
     return hw.fusion(mesh=hw.Mesh(x=ranks), **types)(loops)
 
 
+# Algorithms of loops, and the number of pieces of each chunk.
+LOOPS = ("p2p", 1), ("ring", 1), ("put", 1), pytest.param("put", 2, marks=pytest.mark.more), ("broadcast", 1)
+
+
 def run_loops(fusion: Fusion, terms: int) -> None:
     given = {kind: arrays(kind, m=48) for kind in LOOPED}
     results = hw.compile(fusion).run(**{f"{name}_{kind}": array for kind in LOOPED for name, array in given[kind].items()})
@@ -190,7 +194,7 @@ def run_loops(fusion: Fusion, terms: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [TWO, 3, FOUR, 8])
-@pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1), ("all_gather", 0)])
+@pytest.mark.parametrize(("algorithm", "pieces"), [*LOOPS, ("all_gather", 0)])
 def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
     """Matmuls are pipelined with the gathers of their rows and of the scales of the rows."""
     fusion = loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm))
@@ -202,7 +206,7 @@ def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("row", "M"), ("block", 24), *(pytest.param(*c, marks=pytest.mark.slow) for c in OTHERS)])
-@pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1)])
+@pytest.mark.parametrize(("algorithm", "pieces"), LOOPS)
 def test_quantised_rows_are_sent_with_their_scales(kind: str, algorithm: str, pieces: int, rows: int | str) -> None:
     """In each iteration, values and scales are sent in one group, or are read after one signal. This holds for any number of rows."""
     ranks = 2
