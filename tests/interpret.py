@@ -51,7 +51,7 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
             raise ArgumentError(f"{program.name}: {kind} of no elements along {size}")
     instances = instantiate(program, bound)
     try:
-        met = {part: meeting for meeting in match_communications(instances) for part in meeting.parts}
+        met = {member: meeting for meeting in match_communications(instances) for member in meeting.operations}
     except ProgramError as error:
         raise ExecutionError(str(error)) from None
     world = World(instances, met)
@@ -152,20 +152,20 @@ class Rank:
                     yield operation
                 self.move(operation)
                 continue
-            for part in operation.communications:
-                read = [self.array(access) for access in part.accesses if access.reads]
-                self.world.posted[part] = read[0].copy() if read else None
-            others = [other for part in operation.communications if (met := self.world.met.get(part)) for other in met.awaited(part)]
+            for member in operation.communications:
+                read = [self.array(access) for access in member.accesses if access.reads]
+                self.world.posted[member] = read[0].copy() if read else None
+            others = [other for member in operation.communications if (met := self.world.met.get(member)) for other in met.awaited(member)]
             while any(other not in self.world.posted for other in others):
                 yield operation
             if operation.instruction.exchanges:
                 self.exchange(operation)
                 continue
-            for part in operation.communications:
-                for access in part.accesses:
+            for member in operation.communications:
+                for access in member.accesses:
                     if access.writes:
                         target = self.array(access)
-                        target[...] = np.broadcast_to(self.received(part), target.size).reshape(target.shape)
+                        target[...] = np.broadcast_to(self.received(member), target.size).reshape(target.shape)
 
     def signals(self, operation: Operation) -> tuple[Operation, ...]:
         """Operations of other ranks that must send signals before `operation` runs."""
@@ -181,14 +181,14 @@ class Rank:
             self.array(target)[...] = self.array(source).reshape(self.array(target).shape)
         self.world.posted[operation] = None
 
-    def received(self, part: Operation) -> Array:
+    def received(self, member: Operation) -> Array:
         """Data that a communication brings to this rank, in element order."""
-        instruction, rank_in_group = part.instruction, part.process_group.index(self.rank)
-        sent = [array for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
+        instruction, rank_in_group = member.instruction, member.process_group.index(self.rank)
+        sent = [array for source in self.world.met[member].sources(member) if (array := self.world.posted[source]) is not None]
         if isinstance(instruction, ir.Reduction):
             sent = [_reduced(instruction.op, sent)]
         if isinstance(instruction, ir.Collective) and instruction.sends_blocks:
-            sent = [array.ravel()[share(array.shape, instruction.sent_along, len(part.process_group), rank_in_group)] for array in sent]
+            sent = [array.ravel()[share(array.shape, instruction.sent_along, len(member.process_group), rank_in_group)] for array in sent]
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def exchange(self, operation: Operation) -> None:

@@ -57,7 +57,7 @@ def random_dual(*shape: int) -> Dual:
 def test_exp_of_a_sum_is_the_product_over_dual_numbers() -> None:
     x, y = random_dual(4), random_dual(4)
     assert not MULTIPLICATIVE_EXP.exp(x + y).differs(MULTIPLICATIVE_EXP.exp(x) * MULTIPLICATIVE_EXP.exp(y)).any()
-    positive = Dual.without_argument(np.abs(y.value), *y.parts[1:3])
+    positive = Dual.without_argument(np.abs(y.value), *y.components[1:3])
     assert not MULTIPLICATIVE_EXP.exp(MULTIPLICATIVE_EXP.log(positive) + x).differs(positive * MULTIPLICATIVE_EXP.exp(x)).any()
     assert not (x / y * y).differs(x).any()
 

@@ -90,7 +90,7 @@ def test_comparisons_of_infinities_and_nans(is_selected: Callable[[hw.Tensor], h
 
 def test_an_infinite_value_in_f64_equals_only_itself() -> None:
     actual, expected = ([[1.0, np.inf, np.nan, -np.inf, 1.0]], [[np.inf, np.inf, np.nan, np.inf, 1.0]])
-    samples = [Real.from_parts(np.array(values), np.zeros((1, 5), np.uint64)) for values in (actual, expected)]
+    samples = [Real.from_components(np.array(values), np.zeros((1, 5), np.uint64)) for values in (actual, expected)]
     assert ComparedOutput("y", 0, *samples, (), (5,)).differs_in_f64(1e-9).tolist() == [[True, False, False, True, False]]
 
 

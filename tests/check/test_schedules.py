@@ -67,7 +67,7 @@ class Machine:
     def __init__(self, instances: Instances, inputs: dict[str, Array], seed: int):
         program = instances.program
         self.instances, self.inputs, self.draw = instances, inputs, random.Random(seed)
-        self.met = {part: meeting for meeting in match_communications(instances) for part in meeting.parts}
+        self.met = {member: meeting for meeting in match_communications(instances) for member in meeting.operations}
         self.world = World(instances, self.met)
         self.ranks = [Rank(self.world, rank, {}) for rank in range(program.mesh.size)]
         self.queues: list[list[Operation]] = []
@@ -98,8 +98,8 @@ class Machine:
         if operation not in self.started:
             return all(waited in self.ended for waited in operation.waits)
         # Sends are buffered, so a send does not wait for its peer.
-        receives = (part for part in operation.communications if not isinstance(part.instruction, ir.Send))
-        return all(other in self.world.posted for part in receives for other in self.met[part].parts)
+        receives = (member for member in operation.communications if not isinstance(member.instruction, ir.Send))
+        return all(other in self.world.posted for member in receives for other in self.met[member].operations)
 
     def start(self, operation: Operation) -> None:
         rank = self.ranks[operation.rank]
@@ -110,10 +110,10 @@ class Machine:
         if operation is after:
             outputs = self.instances.program.outputs
             self.outputs[operation.rank] = {parameter.name: rank.whole(parameter.name).copy() for parameter in outputs}
-        for part in operation.communications:
-            read = [rank.array(access) for access in part.accesses if access.reads]
-            self.world.posted[part] = read[0].copy() if read else None
-        written = [access for part in operation.members or (operation,) for access in part.accesses if access.writes]
+        for member in operation.communications:
+            read = [rank.array(access) for access in member.accesses if access.reads]
+            self.world.posted[member] = read[0].copy() if read else None
+        written = [access for member in operation.members or (operation,) for access in member.accesses if access.writes]
         results: dict[str, Array] = {}
         if not operation.communications and operation.accesses and not isinstance(operation.instruction, ir.Allocate | ir.Deallocate):
             kept = [rank.array(access).copy() for access in written]
@@ -138,11 +138,11 @@ class Machine:
         for access in operation.accesses if not operation.communications else ():
             if access.writes and access.name in self.started[operation]:
                 rank.array(access)[...] = self.started[operation][access.name]
-        for part in operation.communications:
-            for access in part.accesses:
+        for member in operation.communications:
+            for access in member.accesses:
                 if access.writes:
                     target = rank.array(access)
-                    target[...] = rank.received(part).reshape(target.shape)
+                    target[...] = rank.received(member).reshape(target.shape)
         self.ended.add(operation)
 
 

@@ -112,7 +112,7 @@ def cases(fusion: Fusion, functions: Functions) -> list[Case]:
 
 def other(x: Real) -> Real:
     random = np.random.default_rng(x.size)
-    return type(x).from_parts(random.standard_normal(x.value.shape), random.integers(1, PRIME, x.value.shape, np.uint64))
+    return type(x).from_components(random.standard_normal(x.value.shape), random.integers(1, PRIME, x.value.shape, np.uint64))
 
 
 def of_kind(kind: str, functions: Functions = RANDOM_EXP) -> Case:

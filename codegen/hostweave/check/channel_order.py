@@ -35,7 +35,7 @@ class PostedCommunications:
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Records the communications of a task that starts at `clock`. Returns earlier communications that must precede the task and may
         still run."""
-        channels = {_place(part) for part in task.operation.communications if part.may_be_serialised}
+        channels = {_order_key(member) for member in task.operation.communications if member.may_be_serialised}
         if not channels:
             return []
         last = self._last[task.operation.rank]
@@ -48,19 +48,19 @@ class PostedCommunications:
         return pending
 
 
-def _place(part: Operation) -> tuple[ChannelGroup, bool]:
+def _order_key(member: Operation) -> tuple[ChannelGroup, bool]:
     """Channel of a communication, and True if a generated kernel exchanges the data. The library does not order such exchanges."""
-    return channel_of(part), part.instruction.exchanges
+    return channel_of(member), member.instruction.exchanges
 
 
-def unordered_parts(later: Operation, earlier: Operation) -> tuple[Operation, Operation]:
+def unordered_pair(later: Operation, earlier: Operation) -> tuple[Operation, Operation]:
     """First pair of communications, one of each operation, that the library does not order."""
-    parts = ([part for part in each.communications if part.may_be_serialised] for each in (later, earlier))
-    return next((one, other) for one, other in product(*parts) if _place(one) != _place(other) or one.instruction.exchanges)
+    ordered = ([member for member in each.communications if member.may_be_serialised] for each in (later, earlier))
+    return next((one, other) for one, other in product(*ordered) if _order_key(one) != _order_key(other) or one.instruction.exchanges)
 
 
-def is_signal_or_wait(part: Operation) -> bool:
-    return isinstance(part.instruction, ir.Signalled)
+def is_signal_or_wait(member: Operation) -> bool:
+    return isinstance(member.instruction, ir.Signalled)
 
 
 class SignalOrder:
@@ -70,12 +70,12 @@ class SignalOrder:
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
         """Records the signals and waits of a task that starts at `clock`. Yields (later, earlier) if the previous signal or wait of the
         rank may still run."""
-        for part in filter(is_signal_or_wait, task.operation.communications):
-            if part.rank in self._last:
-                last, earlier = self._last[part.rank]
+        for member in filter(is_signal_or_wait, task.operation.communications):
+            if member.rank in self._last:
+                last, earlier = self._last[member.rank]
                 if clock[last.stream_id] < last.number:
-                    yield part, earlier
-            self._last[part.rank] = task, part
+                    yield member, earlier
+            self._last[member.rank] = task, member
 
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
@@ -91,7 +91,7 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
                 yield earlier, task.operation
         signal_order = SignalOrder()
         for task, clock in (started[operation] for operation in operations if operation in started):  # in the order of issue
-            yield from ((earlier, part) for part, earlier in signal_order.unordered(task, clock))
+            yield from ((earlier, member) for member, earlier in signal_order.unordered(task, clock))
 
 
 def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
@@ -100,7 +100,7 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
     shape = list[object]()
     for operation in operations:
         waits = tuple([numbers[waited] for waited in operation.waits])
-        posted = tuple([(part.instruction, peers.setdefault(part.peer, len(peers))) for part in operation.communications])
+        posted = tuple([(member.instruction, peers.setdefault(member.peer, len(peers))) for member in operation.communications])
         shape.append((operation.instruction, operation.stream, waits, posted))
     return tuple(shape)
 

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.base.garbage import without_garbage_collection
-from hostweave.check.channel_order import PostedCommunications, SignalOrder, unordered_parts
+from hostweave.check.channel_order import PostedCommunications, SignalOrder, unordered_pair
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import expect_end_in_one_queue, match_communications
 from hostweave.check.memory import ByteBlocks, Memory, Pieces, TaskAccess
@@ -96,9 +96,9 @@ class _Checker:
         self.uninitialised: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.signal_order = SignalOrder()
         regions: dict[tuple[int, str], list[ByteRegion]] = defaultdict(list)
-        for part in (part for operations in instances.ranks for operation in operations for part in operation.members or (operation,)):
-            for access in part.accesses:
-                regions[_rank_of(part, access), access.region.root].append(access.region)
+        for member in (one for operations in instances.ranks for operation in operations for one in operation.members or (operation,)):
+            for access in member.accesses:
+                regions[_rank_of(member, access), access.region.root].append(access.region)
         pieces: dict[tuple[int, frozenset[ByteBlocks]], Pieces] = {}
         for rank, (roots, caller) in enumerate(zip(instances.roots, happens_before.caller_tasks, strict=True)):
             self.memories.append({name: Memory(root, regions[rank, name], caller, pieces) for name, root in roots.items()})
@@ -107,102 +107,104 @@ class _Checker:
         raise failure(self.instances.program, f"{operation}{message}", operation.instruction)
 
     def check_task(self, task: Task, clock: Clock) -> None:
-        task_accesses = [(part, access) for part in task.operation.members or (task.operation,) for access in part.accesses]
-        for (part, access), (other, second) in combinations(task_accesses, 2):
-            if (access.writes or second.writes) and self.memory(part, access) is self.memory(other, second):
-                self.expect_disjoint(self.memory(part, access), part, access, other, second)
+        task_accesses = [(member, access) for member in task.operation.members or (task.operation,) for access in member.accesses]
+        for (member, access), (other, second) in combinations(task_accesses, 2):
+            if (access.writes or second.writes) and self.memory(member, access) is self.memory(other, second):
+                self.expect_disjoint(self.memory(member, access), member, access, other, second)
         for freed in task.operation.frees:
             by = self.tasks[freed]
             if clock[by.stream_id] < by.number:
                 reused = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {reused}: nothing orders them; {_remedy(task.operation, freed)}")
         # Reads come first, because a task does not read its own writes.
-        for part, access in sorted(task_accesses, key=lambda task_access: task_access[1].writes):
-            memory = self.memory(part, access)
+        for member, access in sorted(task_accesses, key=lambda task_access: task_access[1].writes):
+            memory = self.memory(member, access)
             if access.reads and self.uninitialised is None and (uninitialised := memory.first_uninitialised(access.region)):
-                self.uninitialised = part, access, *uninitialised
-            task_access = TaskAccess(task, part, access)
+                self.uninitialised = member, access, *uninitialised
+            task_access = TaskAccess(task, member, access)
             if (conflict := memory.record(task_access, clock)) is not None:
                 self.race(task_access, conflict, memory)
             if access.region.generation in memory.freed:
                 remedy = "move the deallocate behind this use, and out of a loop around it"
-                self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: {remedy}")
-            if access.writes and tree.names(part.instruction, "free"):
+                self.fail(member, f" {_verb(member, access)} %{access.name} after its deallocate: {remedy}")
+            if access.writes and tree.names(member.instruction, "free"):
                 memory.freed.add(access.region.generation)
         if not task.operation.communications:
             return
         for earlier in self.posted.unordered(task, clock):
-            one, other = unordered_parts(task.operation, earlier)
+            one, other = unordered_pair(task.operation, earlier)
             library = "on one channel, but a kernel does one of them (the library orders only its own communications)"
             what = library if one.channel == other.channel else "over different channels"
             fault = f" and {other} are {what}, and nothing orders them on the rank: they can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
-        for part, earlier in self.signal_order.unordered(task, clock):
-            self.fail(part, f" and {earlier} can occur at the same time, and a wait cannot tell signals apart; {_remedy(part, earlier)}")
+        for member, earlier in self.signal_order.unordered(task, clock):
+            why = f" and {earlier} can occur at the same time, and a wait cannot tell signals apart"
+            self.fail(member, f"{why}; {_remedy(member, earlier)}")
 
-    def memory(self, part: Operation, access: Access) -> Memory:
-        return self.memories[_rank_of(part, access)][access.region.root]
+    def memory(self, member: Operation, access: Access) -> Memory:
+        return self.memories[_rank_of(member, access)][access.region.root]
 
-    def expect_disjoint(self, memory: Memory, part: Operation, access: Access, other: Operation, second: Access) -> None:
+    def expect_disjoint(self, memory: Memory, member: Operation, access: Access, other: Operation, second: Access) -> None:
         """Raises ProgramError if two accesses of one task overlap, unless one instruction overwrites its operand in place and may do so."""
         if not memory.overlap(access.region, second.region):
             return
-        if part is other:
+        if member is other:
             read, written = (second, access) if access.writes else (access, second)
-            if self.may_reuse_in_place(part, read, written):
+            if self.may_reuse_in_place(member, read, written):
                 return
-            self.fail(part, f" writes %{written.name} over the bytes of %{read.name} that it reads: give the result separate memory")
-        first, then = f" {_verb(part, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
-        self.fail(part, f"{first} while, in the same group, {then}: put the two into separate groups")
+            self.fail(member, f" writes %{written.name} over the bytes of %{read.name} that it reads: give the result separate memory")
+        first, then = f" {_verb(member, access)} %{access.name}", f"{other} {_verb(other, second)} the same bytes"
+        self.fail(member, f"{first} while, in the same group, {then}: put the two into separate groups")
 
-    def may_reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
+    def may_reuse_in_place(self, member: Operation, read: Access, written: Access) -> bool:
         old, new = read.region, written.region
-        match part.instruction:
+        match member.instruction:
             case ir.Collective(in_place="block of dst", received_along=along):
-                return old.offset == new.offset + _own_block(part, new.layout, along)
+                return old.offset == new.offset + _own_block(member, new.layout, along)
             case ir.Collective(in_place="block of src", sent_along=along):
-                return new.offset == old.offset + _own_block(part, old.layout, along)
-        key = part.instruction, read.name, written.name
+                return new.offset == old.offset + _own_block(member, old.layout, along)
+        key = member.instruction, read.name, written.name
         if key not in self.may_overwrite_cache:
-            self.may_overwrite_cache[key] = may_overwrite(part.instruction, self.kernels, read.name, written.name)
+            self.may_overwrite_cache[key] = may_overwrite(member.instruction, self.kernels, read.name, written.name)
         return self.may_overwrite_cache[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
     def race(self, task_access: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
         """Raises the error of a race. The message begins with the later operation, which should have waited."""
         if conflict is not memory.before and self.issue_index(conflict) > self.issue_index(task_access):
             task_access, conflict = conflict, task_access
-        part, access, other = task_access.part, task_access.access, conflict.part
+        member, access, other = task_access.member, task_access.access, conflict.member
         if conflict is memory.before:
             user = _BEFORE[memory.root.role]
         else:
             same = "it" if conflict.access.name == access.name else f"%{conflict.access.name}, the same bytes"
             user = f"{other} {_verb(other, conflict.access)} {same}"
-        self.fail(part, f" {_verb(part, access)} %{access.name} while {user}: nothing orders them; {_remedy(part, other)}")
+        self.fail(member, f" {_verb(member, access)} %{access.name} while {user}: nothing orders them; {_remedy(member, other)}")
 
     def issue_index(self, task_access: TaskAccess) -> int:
-        return self.instances.ranks[task_access.part.rank].index(task_access.by.operation)
+        return self.instances.ranks[task_access.member.rank].index(task_access.by.operation)
 
     def check_end(self) -> None:
         outputs = self.instances.program.outputs
         donated = {p.memory for p in outputs if p.memory}
         if self.uninitialised is not None:
-            part, access, uninitialised, taken = self.uninitialised
+            member, access, uninitialised, taken = self.uninitialised
             where = f"bytes {uninitialised.start} to {uninitialised.stop} of %{access.region.root}"
             if taken:
                 why = f"after %{taken.access.name} has overwritten {where}, which is donated"
-                self.fail(part, f" reads %{access.name} {why}: read %{access.name} before, or keep a copy")
-            self.fail(part, f" reads %{access.name} before {where} are written: write these bytes first, or remove the read")
+                self.fail(member, f" reads %{access.name} {why}: read %{access.name} before, or keep a copy")
+            self.fail(member, f" reads %{access.name} before {where} are written: write these bytes first, or remove the read")
         owned = {p.memory or p.name: p for p in outputs}
         for rank, memories in enumerate(self.memories):
             clock = self.order.clocks[self.order.caller_tasks[rank].stream_id]
             for name, memory in memories.items():
                 if (task_access := memory.unfinished_access(clock)) is not None:
-                    part, pool, at = task_access.part, task_access.part.stream[0] if task_access.part.stream else "", task_access.access.at
+                    member, access, at = task_access.member, task_access.access, task_access.access.at
                     if at is not None:
-                        remedy = f"add a signal of rank {part.rank}, and a wait for it on rank {at}"
-                        self.fail(part, f" may still access the memory of rank {at} when rank {at} ends its call: {remedy}")
-                    user = f"{_verb(part, task_access.access)} %{task_access.access.name}, and {_AFTERWARDS[memory.root.role]}"
-                    self.fail(part, f" {user}: nothing orders the caller's stream after this operation; add join {pool}")
+                        remedy = f"add a signal of rank {member.rank}, and a wait for it on rank {at}"
+                        self.fail(member, f" may still access the memory of rank {at} when rank {at} ends its call: {remedy}")
+                    pool, _ = member.stream or ("", 0)
+                    user = f"{_verb(member, access)} %{access.name}, and {_AFTERWARDS[memory.root.role]}"
+                    self.fail(member, f" {user}: nothing orders the caller's stream after this operation; add join {pool}")
                 gap = memory.first_uninitialised(ByteRegion(name, 0, memory.root.layout, int(name in donated)))
                 has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:
@@ -219,21 +221,21 @@ _BEFORE = {
 _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller reads it next", "allocation": "the next call uses it"}
 
 
-def _own_block(part: Operation, blocks: ByteLayout, along: int | None) -> int:
-    group = part.process_group
-    return share(blocks.shape, along, len(group), group.index(part.rank)).start * blocks.dtype.itemsize
+def _own_block(member: Operation, blocks: ByteLayout, along: int | None) -> int:
+    group = member.process_group
+    return share(blocks.shape, along, len(group), group.index(member.rank)).start * blocks.dtype.itemsize
 
 
-def _verb(part: Operation, access: Access) -> str:
-    if tree.names(part.instruction, "free"):
+def _verb(member: Operation, access: Access) -> str:
+    if tree.names(member.instruction, "free"):
         return "frees"
-    if tree.names(part.instruction, "allocate"):
+    if tree.names(member.instruction, "allocate"):
         return "allocates"
     return "updates" if access.reads and access.writes else "writes" if access.writes else "reads"
 
 
-def _rank_of(part: Operation, access: Access) -> int:
-    return part.rank if access.at is None else access.at
+def _rank_of(member: Operation, access: Access) -> int:
+    return member.rank if access.at is None else access.at
 
 
 def _remedy(later: Operation, earlier: Operation) -> str:

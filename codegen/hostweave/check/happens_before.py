@@ -110,21 +110,21 @@ def linked(instances: Instances, matches: Iterable[MatchedCommunications], make:
 
 def _add_match(matched: MatchedCommunications, tasks: dict[Operation, T]) -> None:
     if matched.is_signal:
-        signal, wait = matched.parts
+        signal, wait = matched.operations
         tasks[wait].needs(tasks[signal], WAITS_FOR)
         return
     awaited: tuple[Operation, ...] = ()
     rendezvous: Rendezvous[T] | None = None
-    for part in matched.parts:
-        if rendezvous is None or matched.awaited(part) is not awaited:  # Tasks that wait for the same operations share one object.
-            awaited = matched.awaited(part)
+    for operation in matched.operations:
+        if rendezvous is None or matched.awaited(operation) is not awaited:  # Tasks that wait for the same operations share one object.
+            awaited = matched.awaited(operation)
             others = list(dict.fromkeys(tasks[other] for other in awaited))
             rendezvous = Rendezvous(others, [], len(others))
             for other in others:
                 other.completes.append(rendezvous)
-        rendezvous.awaited_by.append(tasks[part])
-        tasks[part].meets.append(rendezvous)
-        tasks[part].missing_starts += bool(rendezvous.tasks)
+        rendezvous.awaited_by.append(tasks[operation])
+        tasks[operation].meets.append(rendezvous)
+        tasks[operation].missing_starts += bool(rendezvous.tasks)
 
 
 def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
@@ -152,12 +152,12 @@ def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
 
 def _add_arrivals(matched: MatchedCommunications, tasks: dict[Operation, Task]) -> None:
     arrivals: dict[tuple[Operation, ...], Arrival] = {}
-    for part in matched.parts:
+    for operation in matched.operations:
         # A recv proves nothing to the sender: a small message may be sent before the receiver starts.
-        sources = matched.sources(part)
-        if any(tasks[source] is not tasks[part] for source in sources):
+        sources = matched.sources(operation)
+        if any(tasks[source] is not tasks[operation] for source in sources):
             arrivals.setdefault(sources, Arrival([tasks[source] for source in sources]))
-            tasks[part].arrivals.append(arrivals[sources])
+            tasks[operation].arrivals.append(arrivals[sources])
 
 
 def run(order: Order) -> Iterator[tuple[Task, Clock]]:

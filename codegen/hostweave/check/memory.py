@@ -16,10 +16,10 @@ from hostweave.host_ir import tree
 
 @dataclass(slots=True, eq=False)
 class TaskAccess:
-    """An access by a task. `part` is the task's operation, or one member of the task's group."""
+    """An access by a task. `member` is the task's operation, or one member of the task's group."""
 
     by: Task
-    part: Operation
+    member: Operation
     access: Access
 
 
@@ -30,27 +30,27 @@ class Pieces:
     """Partition of a buffer's bytes into pieces, which need not be contiguous. Every access covers a piece completely or not at all."""
 
     def __init__(self, size: int, regions_of_bytes: frozenset[ByteBlocks]):
-        kept, step, fewer = _with_fewer_rows(size, regions_of_bytes)
-        kept_size, blocks = len(kept) * step, {*fewer.values()}
-        last = max(kept_size, *(offset + run + sum(count * step for count, step in rows) for offset, rows, run in blocks))
+        kept, row_bytes, fewer = _with_fewer_rows(size, regions_of_bytes)
+        kept_size, blocks = len(kept) * row_bytes, {*fewer.values()}
+        last = max(kept_size, *(offset + run + sum(count * pitch for count, pitch in rows) for offset, rows, run in blocks))
         integer = np.dtype(np.int64 if last < 2**63 else object)  # Python's integers if 64 bits are too few
         starts = {block: starts_of_runs(*block, integer) for block in blocks}
         ends = {block: first + block[2] for block, first in starts.items()}
-        # Two consecutive cuts bound a segment. A stable sort is many times faster than np.unique, because the parts are sorted already.
+        # Two consecutive cuts bound a segment. A stable sort is many times faster than np.unique, because the arrays are sorted already.
         cuts = np.sort(np.concatenate([np.array([0, kept_size], integer), *starts.values(), *ends.values()]), kind="stable")
         cuts = cuts[np.append(True, cuts[1:] != cuts[:-1])]
         piece_of, covers = np.zeros(len(cuts) - 1, np.int64), dict[ByteBlocks, npt.NDArray[np.bool_]]()
         for block in blocks:
             first, end = (np.bincount(np.searchsorted(cuts, of[block]), minlength=len(cuts)) for of in (starts, ends))
             covers[block] = np.cumsum(first - end)[:-1] > 0
-            parts = 2 * piece_of + covers[block]  # A piece that the access covers only partly becomes two pieces.
-            piece_of = (np.cumsum(np.bincount(parts) > 0) - 1)[parts]
+            halves = 2 * piece_of + covers[block]  # A piece that the access covers only partly becomes two pieces.
+            piece_of = (np.cumsum(np.bincount(halves) > 0) - 1)[halves]
         first_of_piece = np.zeros(piece_of.max(initial=-1) + 1, np.int64)
         first_of_piece[piece_of[::-1]] = np.arange(len(piece_of))[::-1]
         first_of_piece.sort()  # Pieces are numbered in the order of their first segments.
 
         def position(cut: int) -> int:
-            return kept[cut // step] * step + cut % step if cut < kept_size else size
+            return kept[cut // row_bytes] * row_bytes + cut % row_bytes if cut < kept_size else size
 
         self.first_segments = [range(position(int(cuts[segment])), position(int(cuts[segment + 1]))) for segment in first_of_piece]
         covered = {block: tuple(np.flatnonzero(of[first_of_piece]).tolist()) for block, of in covers.items()}
@@ -63,39 +63,39 @@ def _with_fewer_rows(size: int, regions: frozenset[ByteBlocks]) -> tuple[Sequenc
     Returns the numbers of the kept rows, the bytes of a row, and the bytes of each region in the kept rows. If an access does not consist
     of equal parts of rows, the whole buffer is one row.
     """
-    step = max((rows[0][1] for _, rows, _ in regions if rows), default=0)
-    parts = {region: part for region in regions if step and (part := _part_of_rows(region, step))}
-    ends = {0, size // step if step else 0}.union(*((first, first + count) for first, count, _ in parts.values()))
-    if len(parts) < len(regions) or size != max(ends) * step:
+    row_bytes = max((rows[0][1] for _, rows, _ in regions if rows), default=0)
+    in_rows = {region: found for region in regions if row_bytes and (found := _in_rows(region, row_bytes))}
+    ends = {0, size // row_bytes if row_bytes else 0}.union(*((first, first + count) for first, count, _ in in_rows.values()))
+    if len(in_rows) < len(regions) or size != max(ends) * row_bytes:
         return (0,), size, {region: region for region in regions}
     kept = [row for first, end in pairwise(sorted(ends)) for row in range(first, min(first + 2, end))]
     fewer = dict[ByteBlocks, ByteBlocks]()
-    for region, (first, count, (offset, rows, run)) in parts.items():
+    for region, (first, count, (offset, rows, run)) in in_rows.items():
         begin, end = (bisect_left(kept, row) for row in (first, first + count))
-        at, number = begin * step + offset, end - begin
-        fewer[region] = (at, (), number * step) if run == step else (at, ((number, step), *rows), run)
-    return kept, step, fewer
+        at, number = begin * row_bytes + offset, end - begin
+        fewer[region] = (at, (), number * row_bytes) if run == row_bytes else (at, ((number, row_bytes), *rows), run)
+    return kept, row_bytes, fewer
 
 
-def _part_of_rows(region: ByteBlocks, step: int) -> tuple[int, int, ByteBlocks] | None:
-    """(first row, number of rows, bytes in a row) of a region in rows of `step` bytes. None if the parts of the rows differ."""
+def _in_rows(region: ByteBlocks, row_bytes: int) -> tuple[int, int, ByteBlocks] | None:
+    """(first row, number of rows, bytes in a row) of a region in rows of `row_bytes` bytes. None if the rows differ."""
     offset, rows, run = region
     if not rows:
-        rows, run = (((1, step),), run) if run % step else (((run // step, step),), step)
+        rows, run = (((1, row_bytes),), run) if run % row_bytes else (((run // row_bytes, row_bytes),), row_bytes)
     (count, stride), *inner = rows
-    if not stride or step % stride or count % (step // stride):
+    if not stride or row_bytes % stride or count % (row_bytes // stride):
         return None
-    if stride < step:
-        inner = [(step // stride, stride), *inner]
-    first, offset = divmod(offset, step)
+    if stride < row_bytes:
+        inner = [(row_bytes // stride, stride), *inner]
+    first, offset = divmod(offset, row_bytes)
     extent = offset + run + sum((number - 1) * length for number, length in inner)
-    return (first, count * stride // step, (offset, tuple(inner), run)) if extent <= step else None
+    return (first, count * stride // row_bytes, (offset, tuple(inner), run)) if extent <= row_bytes else None
 
 
 def starts_of_runs(offset: int, rows: tuple[tuple[int, int], ...], run: int, integer: np.dtype[Any]) -> npt.NDArray[Any]:
     found = np.full(min(run, 1), offset, integer)
-    for count, step in rows:
-        found = np.add.outer(found, np.arange(count).astype(integer) * step).ravel()
+    for count, pitch in rows:
+        found = np.add.outer(found, np.arange(count).astype(integer) * pitch).ravel()
     return found
 
 
@@ -128,7 +128,7 @@ class Memory:
     def record(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
         """Records an access of a task that starts at `clock`. Returns a conflicting earlier access that may still run, or None."""
         task, access, region = touch.by, touch.access, touch.access.region
-        fills = access.writes and not tree.names(touch.part.instruction, "allocate", "free")
+        fills = access.writes and not tree.names(touch.member.instruction, "allocate", "free")
         for piece in self.covered(region):
             write = self.writes[piece]
             if clock[write.by.stream_id] < write.by.number and write.by is not task:

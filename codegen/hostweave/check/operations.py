@@ -47,15 +47,15 @@ def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> By
     rows: list[tuple[int, int]] = []
     run = dtype.itemsize if all(shape) else 0
     for size, stride in sorted(zip(shape, strides, strict=True), key=operator.itemgetter(1)):
-        step = stride * dtype.itemsize
+        pitch = stride * dtype.itemsize
         if size == 1 or not run:
             continue
-        if not rows and step == run:
+        if not rows and pitch == run:
             run *= size
-        elif rows and step == rows[-1][0] * rows[-1][1]:
+        elif rows and pitch == rows[-1][0] * rows[-1][1]:
             rows[-1] = (rows[-1][0] * size, rows[-1][1])
         else:
-            rows.append((size, step))
+            rows.append((size, pitch))
     return ByteLayout(dtype, shape, strides, tuple(reversed(rows)), run)
 
 
@@ -88,7 +88,7 @@ class Operation:
     instruction: tree.Instruction
     rank: int
     stream: StreamInPool | None  # None: the caller's stream
-    steps: tuple[tuple[str, int], ...]  # indices of the enclosing loops
+    iteration: tuple[tuple[str, int], ...]  # indices of the enclosing loops
     accesses: tuple[Access, ...] = ()
     channel: ir.Channel | None = None
     process_group: tuple[int, ...] = ()  # global ranks, in process group order
@@ -104,12 +104,12 @@ class Operation:
     @property
     def may_be_serialised(self) -> bool:
         """True if a communication of this operation must not overlap with communications of other channels on the same device."""
-        return any(part.channel.may_be_serialised for part in self.communications if part.channel)
+        return any(communication.channel.may_be_serialised for communication in self.communications if communication.channel)
 
     def __repr__(self) -> str:
         stream = f"{self.stream[0]}[{self.stream[1]}]" if self.stream else "the caller's stream"
-        steps = "".join(f", %{name} = {value}" for name, value in self.steps)
-        return f"rank {self.rank}, {stream}{steps}: {instruction_text(self.instruction)}"
+        indices = "".join(f", %{name} = {value}" for name, value in self.iteration)
+        return f"rank {self.rank}, {stream}{indices}: {instruction_text(self.instruction)}"
 
 
 def instruction_text(instruction: tree.Instruction) -> str:

@@ -67,7 +67,7 @@ class RankRun:
     # Like `freed`, for buffers that `stream` blocks allocate, until the streams of the pool join.
     freed_until_join: dict[StreamInPool, Operation] = field(default_factory=dict)
     stream: StreamInPool | None = None
-    steps: tuple[tuple[str, int], ...] = ()
+    iteration: tuple[tuple[str, int], ...] = ()
     iterations: int = 0
 
     def __post_init__(self, layouts: Mapping[str, ByteLayout]) -> None:
@@ -92,7 +92,7 @@ class RankRun:
         return operation
 
     def fail(self, instruction: tree.Instruction, message: str) -> NoReturn:
-        raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
+        raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.iteration)}: {message}", instruction)
 
 
 def coordinates(mesh: Mesh, rank: int) -> Variables:

@@ -32,13 +32,13 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
     that cannot run at `sizes`, and for more than MAX_ITERATIONS iterations."""
     all_of_program = all_sizes(dedupe_functions(program))
     atoms = dict.fromkeys(atom for size in all_of_program for atom in size.atoms)
-    parts = [atom for atom in atoms if isinstance(atom, LocalSize)]
+    local_atoms = [atom for atom in atoms if isinstance(atom, LocalSize)]
     program = inlined(program)
-    bound: dict[tuple[int, ...], tuple[_Binder, list[SimulationStep]]] = {}  # Ranks with the same local sizes share an entry.
+    bound: dict[tuple[int, ...], tuple[_Binder, list[BoundInstruction]]] = {}  # Ranks with the same local sizes share an entry.
     local_sizes, roots, ranks = [], [], []
     for rank in range(program.mesh.size):
         local_sizes.append(RankSizes(sizes, program.mesh, rank))
-        key = tuple(size_of(program, local_sizes[-1], Size(1, (part,)), None) for part in parts)
+        key = tuple(size_of(program, local_sizes[-1], Size(1, (atom,)), None) for atom in local_atoms)
         if key not in bound:
             binder = _Binder(program, local_sizes[-1])
             bound[key] = binder, binder.body(program.body)
@@ -49,8 +49,8 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
         for call in range(calls):
             if call:
                 run.issue(_between_calls(binder, run))
-            for step in body:
-                step(run)
+            for execute in body:
+                execute(run)
         roots.append(binder.roots)
         ranks.append(tuple(run.operations))
     return Instances(program, tuple(local_sizes), tuple(roots), tuple(ranks))
@@ -64,7 +64,7 @@ def _between_calls(binder: _Binder, run: RankRun) -> Operation:
     return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
 
-SimulationStep = Callable[[RankRun], None]
+BoundInstruction = Callable[[RankRun], None]
 
 
 class _Binder:
@@ -100,16 +100,16 @@ class _Binder:
     def expr(self, expr: Expr) -> Callable[[Variables], int]:
         return compiled(expr, self.sizes)
 
-    def body(self, body: tree.Body) -> list[SimulationStep]:
+    def body(self, body: tree.Body) -> list[BoundInstruction]:
         return [tree.of_kind(_BINDERS, type(instruction))(self, instruction) for instruction in body]
 
-    def nested(self, body: tree.Body) -> list[SimulationStep]:
+    def nested(self, body: tree.Body) -> list[BoundInstruction]:
         """Binds a body. Adds a deallocate for each buffer that the body or one of its `on` bodies allocates and does not free."""
         on_ranks = (tree.with_bodies(i, lambda inner: tuple(missing_deallocations(inner, body))) for i in body if i.ranks)
         return self.body((*body, *missing_deallocations(body, body), *(i for i in on_ranks if any(tree.bodies(i)))))
 
 
-def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
+def _allocate(b: _Binder, i: ir.Allocate) -> BoundInstruction:
     b.define(i.out, i.type, i)
     name = i.out
     while name in b.roots or f"{name}[0]" in b.roots:  # Two bodies may use one name for different buffers.
@@ -124,37 +124,37 @@ def _allocate(b: _Binder, i: ir.Allocate) -> SimulationStep:
     # the second list if a stream of `pool` did.
     loops = [loop.out for loop in b.loops], joining
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
         generation = run.generations[root] = run.generations.get(root, -1) + 1
         run.regions[i.out] = ByteRegion(root, 0, layout_of_buffer, generation)
         claim = Access(i.out, run.regions[i.out], reads=False, writes=True)
         freed = list(run.freed.values())
         if generation:  # A later instruction of the previous iteration may have freed memory.
-            steps = dict(run.steps)
+            iteration = dict(run.iteration)
             for stream, last in run.freed_until_join.items():
-                then = dict(last.steps)
-                if any(index in then and then[index] != steps[index] for index in loops[stream[0] == pool]):
+                then = dict(last.iteration)
+                if any(index in then and then[index] != iteration[index] for index in loops[stream[0] == pool]):
                     freed.append(last)
-        run.issue(Operation(i, run.rank, run.stream, run.steps, (claim,), frees=tuple(freed)))
+        run.issue(Operation(i, run.rank, run.stream, run.iteration, (claim,), frees=tuple(freed)))
 
-    return step
+    return execute
 
 
-def _deallocate(b: _Binder, i: ir.Deallocate) -> SimulationStep:
+def _deallocate(b: _Binder, i: ir.Deallocate) -> BoundInstruction:
     build, is_per_stream = _operation(b, i), b.is_per_stream[i.src]
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         operation = run.issue(build(run))
         if is_per_stream and run.stream:
             run.freed_until_join[run.stream] = operation
         else:
             run.freed[run.stream] = operation
 
-    return step
+    return execute
 
 
-def _view(b: _Binder, i: ir.View) -> SimulationStep:
+def _view(b: _Binder, i: ir.View) -> BoundInstruction:
     type = b.types[i.src]
     b.define(i.out, i.type_of(type), i)
     source, result, where, chosen = b.layouts[i.src], b.layouts[i.out], b.expr(i.offset), b.expr(i.chosen_by or Const(1))
@@ -164,7 +164,7 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
     dim, _, indices = i.span if i.span and not chunk else (0, None, None)
     spread = b.size(indices, i) if indices is not None and result.shape[dim] else 0  # An empty slice may begin anywhere.
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         value = where(run.environment)
         if chunk and not 0 <= value < count:
             run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
@@ -173,13 +173,13 @@ def _view(b: _Binder, i: ir.View) -> SimulationStep:
         region = run.region(first if chosen(run.environment) else last, i)
         run.regions[i.out] = region._replace(offset=region.offset + value * distance, layout=result)
 
-    return step
+    return execute
 
 
-def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
+def _parameter(b: _Binder, i: AsGiven | TakeOver) -> BoundInstruction:
     b.define(i.out, b.types[i.src], i)
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         if region := run.regions.get(i.src):
             now = run.generations.get(region.root, 0)
             if isinstance(i, TakeOver):
@@ -188,30 +188,30 @@ def _parameter(b: _Binder, i: AsGiven | TakeOver) -> SimulationStep:
             else:
                 run.regions[i.out] = region._replace(last=min(region.last, now))
 
-    return step
+    return execute
 
 
-def _returned(b: _Binder, i: Returned) -> SimulationStep:
+def _returned(b: _Binder, i: Returned) -> BoundInstruction:
     build = _operation(b, i)
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         if i.src in run.regions:
             run.issue(build(run))
 
-    return step
+    return execute
 
 
-def _post(b: _Binder, i: tree.Instruction) -> SimulationStep:
+def _post(b: _Binder, i: tree.Instruction) -> BoundInstruction:
     """Binds an instruction that is one operation. In a computation, values replace the expressions."""
     build, values = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         operation = build(run)
         if values:
             operation.instruction = tree.with_expressions(i, lambda expr: Const(values[expr](run.environment)))
         run.issue(operation)
 
-    return step
+    return execute
 
 
 # role -> (reads, writes, is on the peer). A deallocate is a write, because it must be ordered before the next use of the bytes.
@@ -238,8 +238,8 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], Operation
             continue
         named = getattr(i, field_name)
         # The local buffer determines the bytes that a get reads.
-        part = b.layouts[tree.names(i, "write")[-1]] if role == "remote_read" else None
-        touched = [(name, part, *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
+        read_layout = b.layouts[tree.names(i, "write")[-1]] if role == "remote_read" else None
+        touched = [(name, read_layout, *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
         elsewhere.extend(touched if field_name != i.at_root else ())
     channel = b.program.channel(i.channel) if isinstance(i, ir.Communication) else None
@@ -248,7 +248,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], Operation
     peer = b.expr(other) if other else None
 
     def build(run: RankRun) -> Operation:
-        operation = Operation(i, run.rank, run.stream, run.steps, channel=channel, process_group=groups.get(run.rank, ()))
+        operation = Operation(i, run.rank, run.stream, run.iteration, channel=channel, process_group=groups.get(run.rank, ()))
         if other and peer:
             value = peer(run.environment)
             if not 0 <= value < len(operation.process_group):
@@ -262,8 +262,8 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], Operation
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
         operation.accesses = tuple(
             [
-                Access(name, run.region(name, i, part), reads, writes, operation.peer if remote else None)
-                for name, part, reads, writes, remote in here
+                Access(name, run.region(name, i, read_layout), reads, writes, operation.peer if remote else None)
+                for name, read_layout, reads, writes, remote in here
             ]
         )
         return operation
@@ -287,23 +287,23 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[RankRun], tuple[Operation, ..
     layout_of_buffer = b.layouts[name]
     equal = b.size(Size(layout_of_buffer.count, (), i.count), i) if isinstance(i.count, int) else 0
     channel = b.program.channel(i.channel)
-    parts: dict[int, list[tuple[tree.Instruction, int, int]]] = {}
+    blocks: dict[int, list[tuple[tree.Instruction, int, int]]] = {}
     for route in i.routes:
         rank, number, peer = (route.sender, route.sent, route.receiver) if sends else (route.receiver, route.received, route.sender)
-        part = (ir.Send if sends else ir.Recv)(name, Const(peer), i.channel, location=i.location)
-        parts.setdefault(rank, []).append((part, number, peer))
+        instruction = (ir.Send if sends else ir.Recv)(name, Const(peer), i.channel, location=i.location)
+        blocks.setdefault(rank, []).append((instruction, number, peer))
 
     def build(run: RankRun) -> tuple[Operation, ...]:
         members = []
         sizes = RankSizes(b.sizes, b.program.mesh, run.rank)
         counts = [equal] * i.count if isinstance(i.count, int) else [elements(box) for box in boxes(i.count, sizes)]
         starts = list(accumulate(counts, initial=0))
-        for part, number, peer in parts.get(run.rank, ()):
+        for instruction, number, peer in blocks.get(run.rank, ()):
             if counts[number] == 0 and not isinstance(i.count, int):
                 continue  # An empty block is not posted.
             block = layout(layout_of_buffer.dtype, (counts[number],), (1,))
             region = run.region(name, i, block, starts[number] * layout_of_buffer.dtype.itemsize)
-            member = Operation(part, run.rank, run.stream, run.steps, (Access(name, region, sends, not sends),))
+            member = Operation(instruction, run.rank, run.stream, run.iteration, (Access(name, region, sends, not sends),))
             member.channel, member.process_group, member.peer = channel, tuple(channel.mesh.all_ranks), peer
             members.append(member)
         return tuple(members)
@@ -311,14 +311,14 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[RankRun], tuple[Operation, ..
     return build
 
 
-def _group(b: _Binder, i: ir.Group | ir.Routed) -> SimulationStep:
+def _group(b: _Binder, i: ir.Group | ir.Routed) -> BoundInstruction:
     builders = [_blocks(b, i) if isinstance(i, ir.Routed) else _member(b, i) for i in next(iter(tree.bodies(i)), (i,))]
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         if members := tuple([member for build in builders for member in build(run)]):
-            run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
+            run.issue(Operation(i, run.rank, run.stream, run.iteration, members=members))
 
-    return step
+    return execute
 
 
 def _member(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], tuple[Operation, ...]]:
@@ -326,62 +326,62 @@ def _member(b: _Binder, i: tree.Instruction) -> Callable[[RankRun], tuple[Operat
     return lambda run: (build(run),)
 
 
-def _on_stream(b: _Binder, i: ir.OnStream) -> SimulationStep:
+def _on_stream(b: _Binder, i: ir.OnStream) -> BoundInstruction:
     index, count = b.expr(i.index), _count(b.program.streams, i.stream)
     b.block = i
     body = b.nested(i.body)
     b.block = None
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         outer, run.stream = run.stream, (i.stream, index(run.environment) % count)
         for inner in body:
             inner(run)
         run.stream = outer
 
-    return step
+    return execute
 
 
-def _fork(b: _Binder, i: ir.Fork) -> SimulationStep:
+def _fork(b: _Binder, i: ir.Fork) -> BoundInstruction:
     count = i.first or _count(b.program.streams, i.stream)
 
-    def step(run: RankRun) -> None:
-        fork = run.issue(Operation(i, run.rank, None, run.steps))
+    def execute(run: RankRun) -> None:
+        fork = run.issue(Operation(i, run.rank, None, run.iteration))
         for k in range(count):
-            run.issue(Operation(i, run.rank, (i.stream, k), run.steps, waits=(fork,)))
+            run.issue(Operation(i, run.rank, (i.stream, k), run.iteration, waits=(fork,)))
 
-    return step
+    return execute
 
 
-def _join(b: _Binder, i: ir.Join) -> SimulationStep:
+def _join(b: _Binder, i: ir.Join) -> BoundInstruction:
     streams = [(i.stream, k) for k in range(i.first or _count(b.program.streams, i.stream))]
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         running = tuple([run.last[stream] for stream in streams if stream in run.last])
-        run.issue(Operation(i, run.rank, None, run.steps, waits=running))
+        run.issue(Operation(i, run.rank, None, run.iteration, waits=running))
         run.freed.update({stream: run.freed_until_join.pop(stream) for stream in streams if stream in run.freed_until_join})
 
-    return step
+    return execute
 
 
-def _record(b: _Binder, i: ir.Record) -> SimulationStep:
+def _record(b: _Binder, i: ir.Record) -> BoundInstruction:
     slot = _slot(b, i)
 
-    def step(run: RankRun) -> None:
-        run.records[slot(run)] = run.issue(Operation(i, run.rank, run.stream, run.steps))
+    def execute(run: RankRun) -> None:
+        run.records[slot(run)] = run.issue(Operation(i, run.rank, run.stream, run.iteration))
 
-    return step
+    return execute
 
 
-def _wait(b: _Binder, i: ir.Wait) -> SimulationStep:
+def _wait(b: _Binder, i: ir.Wait) -> BoundInstruction:
     slot = _slot(b, i)
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         event = slot(run)
         if event not in run.records:
             run.fail(i, f"a wait whose record may not have run: record {event[0]}[{event[1]}] before it in the same call")
-        run.issue(Operation(i, run.rank, run.stream, run.steps, waits=(run.records[event],)))
+        run.issue(Operation(i, run.rank, run.stream, run.iteration, waits=(run.records[event],)))
 
-    return step
+    return execute
 
 
 def _slot(b: _Binder, i: ir.Record | ir.Wait) -> Callable[[RankRun], tuple[str, int]]:
@@ -404,53 +404,53 @@ def _count(pools: tuple[ir.Pool, ...], name: str) -> int:
     return next(pool.count for pool in pools if pool.name == name)
 
 
-def _let(b: _Binder, i: ir.Let) -> SimulationStep:
+def _let(b: _Binder, i: ir.Let) -> BoundInstruction:
     value = b.expr(i.value)
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         run.environment[i.out] = value(run.environment)
 
-    return step
+    return execute
 
 
-def _for(b: _Binder, i: ir.For) -> SimulationStep:
+def _for(b: _Binder, i: ir.For) -> BoundInstruction:
     count, outer_loops = b.size(i.count, i), b.loops
     b.loops = (*outer_loops, i)
     body = b.nested(i.body)
     b.loops = outer_loops
 
-    def step(run: RankRun) -> None:
-        outer = run.steps
+    def execute(run: RankRun) -> None:
+        outer = run.iteration
         run.iterations += count
         if run.iterations > MAX_ITERATIONS:  # All operations of a rank are in memory, so their number is limited.
             why = f"the loops of the rank have more than {MAX_ITERATIONS} iterations, the most that can be checked"
             run.fail(i, f"{why}; use fewer, or check at smaller sizes")
         for value in range(count):
             run.environment[i.out] = value
-            run.steps = (*outer, (i.out, value))
+            run.iteration = (*outer, (i.out, value))
             for inner in body:
                 inner(run)
-        run.steps = outer
+        run.iteration = outer
 
-    return step
+    return execute
 
 
-def _if(b: _Binder, i: ir.If) -> SimulationStep:
+def _if(b: _Binder, i: ir.If) -> BoundInstruction:
     condition = b.expr(i.condition)
     body, orelse = b.nested(i.body), b.nested(i.orelse)
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         for inner in body if condition(run.environment) else orelse:
             inner(run)
 
-    return step
+    return execute
 
 
-def _on_mesh(b: _Binder, i: ir.OnMesh) -> SimulationStep:
+def _on_mesh(b: _Binder, i: ir.OnMesh) -> BoundInstruction:
     body = b.body(i.body)
     coordinates_of = {rank: coordinates(i.mesh, rank) for rank in i.mesh.all_ranks}
 
-    def step(run: RankRun) -> None:
+    def execute(run: RankRun) -> None:
         if run.rank not in coordinates_of:
             return
         around, run.environment = run.environment, {**run.environment, **coordinates_of[run.rank]}
@@ -458,10 +458,10 @@ def _on_mesh(b: _Binder, i: ir.OnMesh) -> SimulationStep:
             inner(run)
         run.environment = around
 
-    return step
+    return execute
 
 
-_BINDERS: dict[type[tree.Instruction], Callable[[_Binder, Any], SimulationStep]] = {
+_BINDERS: dict[type[tree.Instruction], Callable[[_Binder, Any], BoundInstruction]] = {
     tree.Instruction: _post,
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,

@@ -20,7 +20,7 @@ from hostweave.types.zigzag import pieces
 POWERS_OF_TWO = tuple(2**power for power in range(24))
 MAX_FACTOR = POWERS_OF_TWO[-1]  # largest factor, relative to the minimal sizes, that is tried
 
-SizeSteps = dict[str, tuple[int, int]]  # symbol -> (step between possible values, smallest value); step 0 if only one value is possible
+SizeRanges = dict[str, tuple[int, int]]  # symbol -> (increment between possible values, smallest value); increment 0: one value
 
 
 @ir.analysis
@@ -28,9 +28,9 @@ def minimal_sizes(program: ir.HostProgram) -> dict[str, int]:
     """Small sizes at which every derived size of `program` is an integer, such as {'M': 12, 'K': 2, 'N': 2}. A loop over all indices of a
     dim uses each stream at least twice. Dims are sharded evenly if possible."""
     program = dedupe_functions(program)
-    steps = _steps(program, evenly=True)
-    smallest = {name: size for name, (_, size) in steps.items()}  # If no sizes fit, the check raises an error at the smallest sizes.
-    return _fitting_sizes(program, steps) or _fitting_sizes(program, _steps(program, evenly=False)) or smallest
+    ranges = _size_ranges(program, evenly=True)
+    smallest = {name: size for name, (_, size) in ranges.items()}  # If no sizes fit, the check raises an error at the smallest sizes.
+    return _fitting_sizes(program, ranges) or _fitting_sizes(program, _size_ranges(program, evenly=False)) or smallest
 
 
 MAX_CALLS = 4  # maximum number of calls of a repeat that the check runs, unless a constant index needs more
@@ -43,7 +43,7 @@ def default_sizes(program: ir.HostProgram, given: Mapping[str, int]) -> dict[str
     return {name: depths.get(name) or given.get(name, -(-DEFAULT_SIZE // smallest[name]) * smallest[name]) for name in program.symbols()}
 
 
-def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
+def _size_ranges(program: ir.HostProgram, evenly: bool) -> SizeRanges:
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
     twice_the_streams = 2 * max((pool.count for pool in program.streams), default=1) + 1
     sizes = dict.fromkeys(program.symbols(), 1)
@@ -60,8 +60,8 @@ def _steps(program: ir.HostProgram, evenly: bool) -> SizeSteps:
             # In a product of several symbols, only the first symbol changes.
             sizes[dim_size.symbols[0]] = lcm(sizes[dim_size.symbols[0]], dim_size.divisor // gcd(dim_size.divisor, dim_size.coefficient))
     smallest = {name: twice_the_streams if name in trip_symbols else 2 for name in sizes}
-    steps = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
-    return steps | {name: (0, _calls(program, name, count)) for name, count in program.depths().items()}
+    ranges = {name: (size, size * -(-smallest[name] // size)) for name, size in sizes.items()}
+    return ranges | {name: (0, _calls(program, name, count)) for name, count in program.depths().items()}
 
 
 def _calls(program: ir.HostProgram, name: str, count: int) -> int:
@@ -78,15 +78,15 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
     return next(filter(fits, range(min(count, MAX_CALLS - (count - MAX_CALLS) % 2), count, 2)), count)
 
 
-STEPS_TO_TRY = (16, 256, 4096)  # number of values of each size in the first, second and third search
+VALUES_TO_TRY = (16, 256, 4096)  # number of values of each size in the first, second and third search
 MAX_TRIES = 2**14  # maximum number of tries of one search
 
 
-def _fitting_sizes(program: ir.HostProgram, sizes: SizeSteps) -> dict[str, int] | None:
+def _fitting_sizes(program: ir.HostProgram, sizes: SizeRanges) -> dict[str, int] | None:
     """Sizes at which all slices fit, and all sums and divisors of means are positive. None if the search finds no sizes."""
     # The search omits bounds with local sizes, because local sizes depend on the rank.
     lower_bounds = [(size, smallest) for size, smallest in _lower_bounds(program) if set(size.atoms) <= sizes.keys()]
-    return next(filter(None, (_search(sizes, lower_bounds, steps) for steps in STEPS_TO_TRY)), None)
+    return next(filter(None, (_search(sizes, lower_bounds, values) for values in VALUES_TO_TRY)), None)
 
 
 @ir.analysis
@@ -98,7 +98,7 @@ def _lower_bounds(program: ir.HostProgram) -> tuple[tuple[Size, int], ...]:
     return tuple(dict.fromkeys(lower_bounds))
 
 
-def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) -> dict[str, int] | None:
+def _search(sizes: SizeRanges, lower_bounds: list[tuple[Size, int]], values: int) -> dict[str, int] | None:
     """Chooses one size after another by backtracking. None if no sizes fit, or after MAX_TRIES tries."""
     names, chosen, tries = list(sizes), dict[str, int](), count(1)
     # symbol -> bounds to test after this symbol has a size, because all other symbols of the bounds come earlier in `names`
@@ -116,8 +116,8 @@ def _search(sizes: SizeSteps, lower_bounds: list[tuple[Size, int]], steps: int) 
     def fit_from(at: int) -> bool:
         if at == len(names):
             return True
-        step, smallest = sizes[names[at]]
-        for size in range(smallest, smallest + steps * step, step) if step else (smallest,):
+        increment, smallest = sizes[names[at]]
+        for size in range(smallest, smallest + values * increment, increment) if increment else (smallest,):
             chosen[names[at]] = size
             if next(tries) <= MAX_TRIES and fits(names[at]) and fit_from(at + 1):
                 return True
@@ -193,16 +193,16 @@ def _small_sizes(program: ir.HostProgram, kept: frozenset[str]) -> tuple[dict[st
     not show."""
     smallest = minimal_sizes(program)
     trip_symbols = {name for count in trip_counts(program) for name in count.factors}
-    steps: SizeSteps = {name: (0, size) for name, size in smallest.items()}
+    ranges: SizeRanges = {name: (0, size) for name, size in smallest.items()}
     elements = _elements(program, smallest)
     for name, size in smallest.items():
         if name in trip_symbols or name in kept:
             continue
-        larger = steps | {name: (size, size * max(MIN_SHARD if size > 2 else 1, -(-MIN_DIM // size)))}
+        larger = ranges | {name: (size, size * max(MIN_SHARD if size > 2 else 1, -(-MIN_DIM // size)))}
         more = _elements(program, {name: at for name, (_, at) in larger.items()})
         if more <= max(MAX_ENLARGED_ELEMENTS, MAX_GROWTH * elements):
-            steps, elements = larger, more
-    smallest = _fitting_sizes(program, steps) or smallest
+            ranges, elements = larger, more
+    smallest = _fitting_sizes(program, ranges) or smallest
     return (smallest, *_uneven(program, smallest))
 
 
@@ -233,22 +233,22 @@ def _uneven(program: ir.HostProgram, smallest: Mapping[str, int]) -> tuple[dict[
     larger size, some rank has at least two elements of the dim, because a sum and a maximum of one element are equal."""
     if not program.uneven:
         return ()
-    steps = dict.fromkeys(program.uneven, 1)
+    increments = dict.fromkeys(program.uneven, 1)
     ranks = dict.fromkeys(program.uneven, 1)  # maximum number of ranks that split the size
     for dim_size in all_sizes(program):
         for atom in dim_size.atoms:
             if isinstance(atom, LocalSize) and (shared := atom.size.name) and shared in ranks:
                 ranks[shared] = max(ranks[shared], atom.ranks_in(program.mesh))
-        if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in steps and isinstance(name, str):
-            steps[name] = lcm(steps[name], dim_size.divisor)
-    uneven: SizeSteps = {}
+        if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in increments and isinstance(name, str):
+            increments[name] = lcm(increments[name], dim_size.divisor)
+    uneven: SizeRanges = {}
     for name, size in smallest.items():
-        step = steps.get(name, 0)
+        increment = increments.get(name, 0)
         used, shared_by = {other for _, other in uneven.values()}, ranks.get(name, 1)
         larger = size
-        while step and (larger == size or larger <= shared_by or larger in used):
-            larger += step
-        uneven[name] = (step, larger)
+        while increment and (larger == size or larger <= shared_by or larger in used):
+            larger += increment
+        uneven[name] = (increment, larger)
     return (_fitting_sizes(program, uneven) or dict(smallest),)
 
 

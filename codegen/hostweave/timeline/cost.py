@@ -23,7 +23,7 @@ EVENT_SECONDS = CHUNK_SECONDS / 2  # seconds of a record, or of a wait for an ev
 FORK_SECONDS = LOOP_SECONDS / 4  # seconds of a fork or a join; a loop by puts has two of each
 LAUNCH_OVERLAP = 1e-6  # seconds by which a launch overlaps with the previous kernel (programmatic dependent launch)
 FIRST_ARRIVAL = 3e-6  # seconds until the last rank arrives at a communication at the start of a call
-SORT_STEP_SECONDS = 0.45e-6  # seconds per step of the sorting network
+SORT_STAGE_SECONDS = 0.45e-6  # seconds per stage of the sorting network
 RADIX_SECONDS, RADIX_SECONDS_PER_ELEMENT = 26e-6, 0.3e-9  # radix sort of a longer fiber: fixed seconds, and seconds per element
 COUNT_SECONDS, COUNT_SECONDS_PER_ELEMENT = 3e-6, 0.2e-9  # order of a fiber by group: fixed seconds, and seconds per element
 BY_KERNELS = 32  # slowdown of attention without tensor cores
@@ -78,7 +78,7 @@ def _sorting(length: int) -> float:
     if length > MAX_BLOCK_SORT:
         return RADIX_SECONDS + RADIX_SECONDS_PER_ELEMENT * length
     rounds = ceil(log2(max(length, 1)))
-    return SORT_STEP_SECONDS * rounds * (rounds + 1) / 2
+    return SORT_STAGE_SECONDS * rounds * (rounds + 1) / 2
 
 
 # Seconds of ops that order the elements of a fiber, by the length of the fiber.
@@ -174,15 +174,15 @@ def _in_kernel(operation: Operation, machine: Machine) -> Work:
 def _group(operation: Operation, machine: Machine) -> Work:
     """Work of a group. Sends overlap with recvs, so the slower direction counts. Collectives run one after another."""
     sent, received, rest = 0, 0, 0.0
-    for part in operation.members:
-        if part.instruction.posts == "send":
-            sent += _bytes_moved(part)
-        elif part.instruction.posts == "recv":
-            received += _bytes_moved(part)
+    for member in operation.members:
+        if member.instruction.posts == "send":
+            sent += _bytes_moved(member)
+        elif member.instruction.posts == "recv":
+            received += _bytes_moved(member)
         else:
-            work = work_of(part, machine)
+            work = work_of(member, machine)
             rest, sent = rest + work.seconds, sent + work.sent
-    pairs = _seconds_between(operation, (part.peer for part in operation.members), max(sent, received), machine)
+    pairs = _seconds_between(operation, (member.peer for member in operation.members), max(sent, received), machine)
     return Work(rest or pairs, "kernels", sent=sent)
 
 

@@ -90,9 +90,9 @@ class Picture:
     @cached_property
     def memory(self) -> list[Box]:
         """Bars of the predicted memory of the first rank. The heights of the bars are proportional to the bytes."""
-        steps = self.timelines[0].memory
-        ends = [*(start for start, _ in steps[1:]), self.timelines[0].micros]
-        return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]
+        changes = self.timelines[0].memory
+        ends = [*(start for start, _ in changes[1:]), self.timelines[0].micros]
+        return [self._bar(start, end, held) for (start, held), end in zip(changes, ends, strict=True) if end > start]
 
     def _bar(self, start: float, end: float, held: int) -> Box:
         height = round(MEMORY_HEIGHT * held / (self.timelines[0].peak_bytes or 1))
@@ -160,5 +160,5 @@ def ticks(span: float) -> Iterator[float]:
     if span <= 0:
         return
     power = 10 ** floor(log10(span / 8))
-    step = next(power * times for times in (1, 2, 5, 10) if span / (power * times) <= 8)
-    yield from (round(i * step, 6) for i in range(floor(span / step) + 1))
+    interval = next(power * times for times in (1, 2, 5, 10) if span / (power * times) <= 8)
+    yield from (round(i * interval, 6) for i in range(floor(span / interval) + 1))

@@ -68,9 +68,9 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
     return Timeline(program.name, str(program.mesh), dict(sizes), basis, events, tuple(range(len(ranks))), shown_streams)
 
 
-def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Concatenates the indices of an operation's parts. Keeps the tuple of a single part, which all ranks of a collective share."""
-    return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
+def _joined(indices: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Concatenates the indices of an operation's members. Keeps the tuple of a single member, which all ranks of a collective share."""
+    return indices[0] if len(indices) == 1 else tuple(dict.fromkeys(number for each in indices for number in each))
 
 
 def _event(task: SimulatedTask, after: tuple[int, ...], meets: tuple[int, ...]) -> Event:
@@ -95,6 +95,6 @@ def name_of(operation: Operation) -> str:
 
 
 def _text(operation: Operation) -> str:
-    steps = "".join(f"%{name} = {value}: " for name, value in operation.steps)
-    parts = [instruction_text(part.instruction) for part in operation.members or (operation,)]
-    return f"{steps}{'; '.join(parts)}"
+    iteration = "".join(f"%{name} = {value}: " for name, value in operation.iteration)
+    members = [instruction_text(member.instruction) for member in operation.members or (operation,)]
+    return f"{iteration}{'; '.join(members)}"

@@ -138,7 +138,7 @@ class _Simulator:
             if task.work.engine == "multiprocessors":
                 rate = 1 / (occupancy * (1 + (slowdown - 1) * task.work.share))  # Kernels and copies slow down a small task less.
             elif task.work.engine == "kernels":
-                ranks = max(1, *(len(part.process_group) for part in (task.operation, *task.operation.members)))
+                ranks = max(1, *(len(operation.process_group) for operation in (task.operation, *task.operation.members)))
                 rate = 1 / (len(on["kernels"]) * (communication_slowdown(ranks) if on["multiprocessors"] else 1.0))
             elif task.work.engine == "copies":
                 rate = 1 / len(on["copies"])

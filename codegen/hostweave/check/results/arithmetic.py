@@ -44,7 +44,7 @@ def results_of_kernel(
         positions = np.arange(int(np.prod(shape)), dtype=np.uint64)
         elements = field.hashed(f"{name} {number}", digest[:, None], positions).reshape(len(digest), *shape)
         if dtype.kind == "float":
-            results.append(functions.real.from_parts(elements / (PRIME / 4) - 2, elements))
+            results.append(functions.real.from_components(elements / (PRIME / 4) - 2, elements))
         else:
             results.append(Exact((elements % np.uint64(2)).astype(computing_dtype(dtype))))
     return tuple(results)
@@ -87,7 +87,7 @@ def _run_kernel_on_ranks(op: Op, tensors: Sequence[Samples], mesh: Mesh, sizes: 
     assert kernel is not None
     samples = max((x.samples for x in tensors), default=1)
     zeros = [functions.zeros(global_shape(type, sizes), computing_dtype(type.dtype)) for type in kernel.outputs]
-    results = [x.map(lambda part: np.repeat(part, samples, axis=0)) for x in zeros]
+    results = [x.map(lambda component: np.repeat(component, samples, axis=0)) for x in zeros]
     types, arrays, inputs = (*kernel.inputs, *kernel.outputs), (*tensors, *results), len(tensors)
     for rank in mesh.all_ranks:
         indices = [block_of(TensorType(type.dtype, type.dims), mesh, rank, x.shape) for type, x in zip(types, arrays, strict=True)]

@@ -117,8 +117,8 @@ def matmul(x: Elements, y: Elements) -> Elements:
     total = np.zeros((), np.uint64)
     right = y.astype(np.float64)
     for start in range(0, inner, _MAX_TERMS):  # Sums of _MAX_TERMS products of a half and an element are exact in f64.
-        part = slice(start, start + _MAX_TERMS)
-        high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
+        terms = slice(start, start + _MAX_TERMS)
+        high, low = ((half[..., terms]).astype(np.float64) @ right[..., terms, :] for half in (x >> _HALF, x & _LOW))
         _reduce_whole(high)
         high *= _HALVES
         high += low
@@ -135,11 +135,11 @@ def _reduce_whole(x: NDArray[np.float64]) -> None:
     x -= multiples
 
 
-def hashed(word: str, *parts: Elements) -> Elements:
+def hashed(word: str, *elements: Elements) -> Elements:
     """A random function of the elements; `word` selects the function. Equal elements give equal results."""
     h: Any = _seed(word)
-    for part in parts:
-        h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))
+    for each in elements:
+        h = _mixed((each + h) * np.uint64(0x9E3779B97F4A7C15))
     return reduced(h)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from hostweave.check.results.field import P
 from hostweave.check.results.samples import (
+    Component,
     Exact,
     NeedsSingleSample,
-    Part,
     Real,
     Samples,
     ScalarLike,
@@ -31,7 +31,7 @@ from hostweave.check.results.samples import (
 
 _ANY_DOMAIN = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
 # NumPy function that a random function of the field replaces -> map of any shadow into the domain of the NumPy function
-_RANDOM_FUNCTIONS: dict[str, Callable[[Part], Part]] = {
+_RANDOM_FUNCTIONS: dict[str, Callable[[Component], Component]] = {
     **dict.fromkeys(_ANY_DOMAIN, lambda x: x),
     **dict.fromkeys(("log1p", "log2", "log10"), np.abs),
     **dict.fromkeys(("arcsin", "arccos", "arctanh"), lambda x: x / (1 + np.abs(x))),
@@ -69,7 +69,7 @@ class Functions:
     def divide(x: Any, y: Any) -> Any:
         x, y = as_reals(x, y)
         result = x.multiply(y.inverse())
-        return type(result)(x.value / y.value, *result.parts[1:])
+        return type(result)(x.value / y.value, *result.components[1:])
 
     @staticmethod
     def negative(x: Any) -> Any:
@@ -93,7 +93,7 @@ class Functions:
     def where(condition: Any, x: Any, y: Any) -> Any:
         if is_float(x) or is_float(y):
             c, x, y = aligned([Exact.of(condition), *as_reals(x, y)])
-            return type(x)(*(np.where(c.value, a, b) for a, b in zip(x.parts, y.parts, strict=True)))
+            return type(x)(*(np.where(c.value, a, b) for a, b in zip(x.components, y.components, strict=True)))
         return Exact(np.where(*values_of(condition, x, y)))
 
     @staticmethod
@@ -125,7 +125,7 @@ class Functions:
         return self.integer(np.sign, x) if isinstance(x, Real) else Exact(np.sign(x.value))
 
     @staticmethod
-    def integer(function: Callable[[Part], Part], x: Real, of: Part | None = None) -> Samples:
+    def integer(function: Callable[[Component], Component], x: Real, of: Component | None = None) -> Samples:
         return type(x).of(Exact(function(rounded_if_near(x.value if of is None else of))))
 
     @staticmethod
@@ -136,7 +136,7 @@ class Functions:
         )
 
     def mean(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-        return self.sum(x, axis, keepdims) / float(math.prod(x.parts[0].shape[each] for each in inner_axes(axis, x.ndim)))
+        return self.sum(x, axis, keepdims) / float(math.prod(x.components[0].shape[each] for each in inner_axes(axis, x.ndim)))
 
     def prod(self, x: Any, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
         if not isinstance(x, Real):
@@ -153,7 +153,7 @@ class Functions:
         if not rows.shape[-1]:
             return self.full(shape, initial, np.float64)
         at = arg_function(rows.value, axis=-1)[..., None]
-        return rows.map(lambda part: np.take_along_axis(part, at, -1)).reshape(shape)
+        return rows.map(lambda array: np.take_along_axis(array, at, -1)).reshape(shape)
 
     max, min = partialmethod(_extreme, np.max, np.argmax), partialmethod(_extreme, np.min, np.argmin)
 
@@ -169,7 +169,7 @@ class Functions:
     @staticmethod
     def cumsum(x: Any, axis: int, dtype: Any = None) -> Any:
         along = inner_axis(axis, x.ndim)
-        return x.apply_linear(lambda part: np.cumsum(part, along)) if isinstance(x, Real) else Exact(np.cumsum(x.value, along, dtype))
+        return x.apply_linear(lambda array: np.cumsum(array, along)) if isinstance(x, Real) else Exact(np.cumsum(x.value, along, dtype))
 
     @staticmethod
     def ndim(x: Any) -> int:
@@ -186,34 +186,35 @@ class Functions:
         if not isinstance(x, Samples):
             return np.broadcast_to(x, shape)
         missing = (1,) * (len(shape) - x.ndim)
-        return x.map(lambda part: np.broadcast_to(part.reshape(len(part), *missing, *part.shape[1:]), (len(part), *shape)))
+        return x.map(lambda array: np.broadcast_to(array.reshape(len(array), *missing, *array.shape[1:]), (len(array), *shape)))
 
     @staticmethod
     def take_along_axis(x: Any, indices: Any, axis: int) -> Any:
         at, along = Exact.of(indices).value, inner_axis(axis, x.ndim)
         samples = max(len(at), x.samples)
         at = np.broadcast_to(at, (samples, *at.shape[1:]))
-        return x.map(lambda part: np.take_along_axis(np.broadcast_to(part, (samples, *part.shape[1:])), at, along))
+        return x.map(lambda array: np.take_along_axis(np.broadcast_to(array, (samples, *array.shape[1:])), at, along))
 
     def concatenate(self, xs: Sequence[Any], axis: int = 0) -> Any:
-        return _joined(xs, lambda parts, ndim: np.concatenate(parts, inner_axis(axis, ndim)))
+        return _joined(xs, lambda components, ndim: np.concatenate(components, inner_axis(axis, ndim)))
 
     def stack(self, xs: Sequence[Any]) -> Any:
-        return _joined(xs, lambda parts, ndim: np.stack(parts, 1))
+        return _joined(xs, lambda components, ndim: np.stack(components, 1))
 
     def split(self, x: Any, count: int, axis: int = 0) -> list[Any]:
-        pieces = [np.split(part, count, inner_axis(axis, x.ndim)) for part in x.parts]
-        return [type(x)(*parts) for parts in zip(*pieces, strict=True)]
+        pieces = [np.split(array, count, inner_axis(axis, x.ndim)) for array in x.components]
+        return [type(x)(*components) for components in zip(*pieces, strict=True)]
 
     @staticmethod
     def pad(x: Any, widths: Sequence[tuple[int, int]], constant_values: Any = 0) -> Any:
-        values = x.of(constant_values).parts
-        return type(x)(*(np.pad(part, [(0, 0), *widths], constant_values=value[0]) for part, value in zip(x.parts, values, strict=True)))
+        values = x.of(constant_values).components
+        pairs = zip(x.components, values, strict=True)
+        return type(x)(*(np.pad(array, [(0, 0), *widths], constant_values=value[0]) for array, value in pairs))
 
     def full(self, shape: Any, value: Any, dtype: Any = None) -> Any:
         number = np.full((), value, dtype)
         kind = self.real if number.dtype.kind == "f" else Exact
-        return kind.of(number).map(lambda part: np.full((1, *np.atleast_1d(shape)), part))
+        return kind.of(number).map(lambda array: np.full((1, *np.atleast_1d(shape)), array))
 
     def zeros(self, shape: Any, dtype: Any = float) -> Any:
         return self.full(shape, 0, dtype)
@@ -229,23 +230,23 @@ class Functions:
         return np.nonzero(x.single_sample() if isinstance(x, Samples) else x)
 
 
-def _joined(xs: Sequence[Any], function: Callable[[list[Part], int], Part]) -> Samples:
+def _joined(xs: Sequence[Any], function: Callable[[list[Component], int], Component]) -> Samples:
     kind: type[Samples] = widest_real(xs) if any(map(is_float, xs)) else Exact
     arrays = [kind.of(x) for x in xs]
     samples = max(x.samples for x in arrays)
-    columns = zip(*(x.parts for x in arrays), strict=True)
+    columns = zip(*(x.components for x in arrays), strict=True)
     return type(arrays[0])(
-        *(function([np.broadcast_to(part, (samples, *part.shape[1:])) for part in parts], arrays[0].ndim) for parts in columns)
+        *(function([np.broadcast_to(array, (samples, *array.shape[1:])) for array in components], arrays[0].ndim) for components in columns)
     )
 
 
 def _as_rows(x: Real, axis: Any, keepdims: bool) -> tuple[Real, tuple[int, ...]]:
     """The array with the reduced dims merged into its last dim, and the shape of the result."""
     axes = inner_axes(axis, x.ndim)
-    whole = x.parts[0].shape
+    whole = x.components[0].shape
     kept = [i for i in range(1, len(whole)) if i not in axes]
     count = math.prod(whole[i] for i in axes)
-    rows = x.map(lambda part: np.transpose(part, (0, *kept, *axes)).reshape(len(part), *(whole[i] for i in kept), count))
+    rows = x.map(lambda array: np.transpose(array, (0, *kept, *axes)).reshape(len(array), *(whole[i] for i in kept), count))
     shape = tuple(1 if i in axes else whole[i] for i in range(1, len(whole)) if keepdims or i not in axes)
     return rows, shape  # type: ignore[return-value]
 
@@ -265,10 +266,10 @@ class _Ufunc:
         addend = x.of(y)
         if addend.samples > x.samples:  # An update in place cannot add samples to x.
             raise NeedsSingleSample
-        for part, new in zip(x.parts, addend.parts, strict=True):
-            np.add.at(part, key, new)
-            if isinstance(x, Real) and part is not x.value:
-                part %= P
+        for array, new in zip(x.components, addend.components, strict=True):
+            np.add.at(array, key, new)
+            if isinstance(x, Real) and array is not x.value:
+                array %= P
 
     def reduce(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         return Exact(np.asarray(self.function.reduce(x.value, axis=inner_axes(axis, x.ndim), keepdims=keepdims)))
@@ -328,12 +329,12 @@ _add(lambda name: lambda x: getattr(as_reals(x)[0], name)(), "exp log")
 _MOVES: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x.copy(),
     "reshape": lambda x, shape: x.reshape(shape),
-    "transpose": lambda x, axes: x.map(lambda part: np.transpose(part, (0, *(axis + 1 for axis in axes)))),
-    "expand_dims": lambda x, axis: x.map(lambda part: np.expand_dims(part, tuple(each + 1 for each in axis))),
-    "swapaxes": lambda x, one, other: x.map(lambda part: np.swapaxes(part, inner_axis(one, x.ndim), inner_axis(other, x.ndim))),
-    "repeat": lambda x, count, axis: x.map(lambda part: np.repeat(part, count, inner_axis(axis, x.ndim))),
-    "flip": lambda x, axis: x.map(lambda part: np.flip(part, inner_axis(axis, x.ndim))),
-    "take": lambda x, indices, axis: x.map(lambda part: np.take(part, indices, inner_axis(axis, x.ndim))),
+    "transpose": lambda x, axes: x.map(lambda array: np.transpose(array, (0, *(axis + 1 for axis in axes)))),
+    "expand_dims": lambda x, axis: x.map(lambda array: np.expand_dims(array, tuple(each + 1 for each in axis))),
+    "swapaxes": lambda x, one, other: x.map(lambda array: np.swapaxes(array, inner_axis(one, x.ndim), inner_axis(other, x.ndim))),
+    "repeat": lambda x, count, axis: x.map(lambda array: np.repeat(array, count, inner_axis(axis, x.ndim))),
+    "flip": lambda x, axis: x.map(lambda array: np.flip(array, inner_axis(axis, x.ndim))),
+    "take": lambda x, indices, axis: x.map(lambda array: np.take(array, indices, inner_axis(axis, x.ndim))),
 }
 _add(_MOVES.__getitem__, " ".join(_MOVES))
 

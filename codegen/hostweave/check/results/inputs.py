@@ -52,8 +52,8 @@ class _Random:
         """Shadows and elements of an array. Each call draws new numbers."""
         start, self.drawn = self.drawn, self.drawn + prod(shape)
         starts = range(start // BLOCK * BLOCK, max(self.drawn, start + 1), BLOCK)
-        pieces = [[part[max(start - at, 0) : self.drawn - at] for part in _block(at // BLOCK)] for at in starts]
-        return tuple(np.concatenate(parts).reshape(shape) for parts in zip(*pieces, strict=True))
+        pieces = [[component[max(start - at, 0) : self.drawn - at] for component in _block(at // BLOCK)] for at in starts]
+        return tuple(np.concatenate(components).reshape(shape) for components in zip(*pieces, strict=True))
 
 
 def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functions: Functions, role: str, bound: int) -> Samples:
@@ -61,7 +61,7 @@ def _random(random: _Random, type: TensorType, sizes: Sizes, seeds: int, functio
     if type.dtype.kind == "float":
         shadow, element = random.floats(shape)
         shadow[1:2] = np.copysign(shadow[1:2], -shadow[:1])  # The first two seeds have opposite signs, so abs negates one of the two.
-        return functions.real.from_parts(shadow, element)
+        return functions.real.from_components(shadow, element)
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
     count = {ANY: SMALL_INTEGERS, XORED: XORED_VALUES, POSITIONS: bound}.get(role, bound + 1)

@@ -1,7 +1,7 @@
 """Runs a host program on all ranks in one process, for all random inputs at once. Arrays have one sample per rank and seed (samples.py).
 
-Each step runs the ready rank that has executed the fewest operations. Ranks at one instruction compute the instruction together if their
-layouts, sizes and numbers of executed operations are equal.
+Each iteration runs the ready rank that has executed the fewest operations. Ranks at one instruction compute the instruction together if
+their layouts, sizes and numbers of executed operations are equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FieldRanks:
 
     def __init__(self, instances: Instances, matches: Sequence[MatchedCommunications], samples: int, functions: Functions):
         self.instances, self.samples, self.functions = instances, samples, functions
-        self.match_of = {part: matched for matched in matches for part in matched.parts}
+        self.match_of = {member: matched for matched in matches for member in matched.operations}
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.buffers: dict[str, FieldBuffer] = {}
         self.posted: dict[Operation, Samples | None] = {}  # data that each posted communication sends
@@ -95,7 +95,7 @@ class FieldRanks:
                     raise ExecutionError(f"deadlock: no rank can proceed:\n{waiting}")
                 first = min(ready, key=attrgetter("executed_count"))
                 together = self.same_queues(first, ready)
-                self.step([queue.rank for queue in together], [queue.current for queue in together if queue.current], first.is_posted)
+                self.execute([queue.rank for queue in together], [queue.current for queue in together if queue.current], first.is_posted)
                 for queue in together:
                     queue.advance()
 
@@ -140,7 +140,7 @@ class FieldRanks:
             return True
         return all(source in self.posted for source in queue.awaited(self.match_of))
 
-    def step(self, ranks: Sequence[int], operations: Sequence[Operation], is_posted: bool) -> None:
+    def execute(self, ranks: Sequence[int], operations: Sequence[Operation], is_posted: bool) -> None:
         instruction = operations[0].instruction
         if not operations[0].communications:
             self.compute(ranks, operations)
@@ -152,27 +152,27 @@ class FieldRanks:
 
     def post(self, rank: int, operation: Operation) -> None:
         self.executed.add(operation.instruction)
-        for part in operation.communications:
-            read = next((access for access in part.accesses if access.reads), None)
-            self.posted[part] = self.view([rank], [read]).read().copy() if read else None
-            self.executed.add(part.instruction)
+        for member in operation.communications:
+            read = next((access for access in member.accesses if access.reads), None)
+            self.posted[member] = self.view([rank], [read]).read().copy() if read else None
+            self.executed.add(member.instruction)
 
     def receive(self, rank: int, operation: Operation) -> None:
-        for part in operation.communications:
-            for access in part.accesses:
+        for member in operation.communications:
+            for access in member.accesses:
                 if access.writes:
-                    self.fill([rank], [access], self.received(rank, part))
+                    self.fill([rank], [access], self.received(rank, member))
 
-    def received(self, rank: int, part: Operation) -> Samples:
-        instruction, sources = part.instruction, self.match_of[part].sources(part)
+    def received(self, rank: int, member: Operation) -> Samples:
+        instruction, sources = member.instruction, self.match_of[member].sources(member)
         if sources not in self.delivered:
             sent = [self.reduce_terms(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
             is_cut = isinstance(instruction, ir.Collective) and instruction.sends_blocks
             self.delivered[sources] = sent if is_cut or len(sent) < 2 else [self.functions.concatenate([array.ravel() for array in sent])]
         arrays = self.delivered[sources]
         if isinstance(instruction, ir.Collective) and instruction.sends_blocks:
-            number = part.process_group.index(rank)
-            blocks = (share(array.shape, instruction.sent_along, len(part.process_group), number) for array in arrays)
+            number = member.process_group.index(rank)
+            blocks = (share(array.shape, instruction.sent_along, len(member.process_group), number) for array in arrays)
             arrays = [array.ravel()[block.start : block.stop] for array, block in zip(arrays, blocks, strict=True)]
         arrays = arrays or [self.functions.zeros((1,), np.int64)]
         delivered: Samples = self.functions.concatenate(arrays) if len(arrays) > 1 else arrays[0]
@@ -196,7 +196,7 @@ class FieldRanks:
         """Elements that a kernel's collective delivers to a rank, as the kernel's first input."""
         assert kernel.exchanges
         sources, kind = self.match_of[operation].sources(operation), kernel.exchanges.kind
-        sent = [part.ravel() for part in self.sent(sources)]
+        sent = [member.ravel() for member in self.sent(sources)]
         whole = self.reduce_terms("sum", sources) if OPS[kind].reduces else self.functions.concatenate(sent)
         shape = tuple(size.bind(self.instances.sizes[rank]) for size in kernel.inputs[0].type.shape)
         first = operation.process_group.index(rank) * prod(shape) if OPS[kind].reduces_to_blocks else 0
@@ -292,9 +292,9 @@ class _Queue:
         self.communications: Sequence[Operation] = ()  # communications of `current`
         self.is_one_sided = False
         self.executed_count = -1
-        self.step()
+        self.proceed()
 
-    def step(self) -> None:
+    def proceed(self) -> None:
         self.is_posted, self.executed_count, self.current = False, self.executed_count + 1, None
         for operation in self.remaining:
             if type(operation.instruction) is tree.Instruction:  # The next call begins.
@@ -305,11 +305,11 @@ class _Queue:
                 return
 
     def advance(self) -> None:
-        """Advances to the next step. A two-sided communication takes two steps: the rank posts its data, then it receives."""
+        """Advances by one phase. A two-sided communication has two phases: the rank posts its data, then it receives."""
         if self.communications and not self.is_one_sided and not self.is_posted:
             self.is_posted = True
         else:
-            self.step()
+            self.proceed()
 
     def is_at(self, instruction: tree.Instruction) -> bool:
         own = self.current and self.current.instruction
@@ -317,11 +317,11 @@ class _Queue:
 
     def awaited(self, match_of: Mapping[Operation, MatchedCommunications]) -> Sequence[Operation]:
         """Communications that must be posted before `current` can end."""
-        return [source for part in self.communications if part in match_of for source in match_of[part].sources(part)]
+        return [source for member in self.communications if member in match_of for source in match_of[member].sources(member)]
 
 
 class FieldBuffer:
-    """A buffer on all ranks. `parts` are arrays [rank, sample, element]. An unwritten float is NaN, and an unwritten integer is 85."""
+    """A buffer on all ranks. `components` are arrays [rank, sample, element]. An unwritten float is NaN, and an unwritten integer is 85."""
 
     def __init__(self, layout: ByteLayout, ranks: int, samples: int, count: int, functions: Functions):
         self.samples, self.count = samples, count
@@ -329,13 +329,13 @@ class FieldBuffer:
         shape = (ranks, samples, count)
         if layout.dtype.kind == "float":
             self.kind: type[Samples] = functions.real
-            self.parts = [np.full(shape, np.nan), *(np.empty(shape, np.uint64) for _ in range(functions.real.count - 1))]
+            self.components = [np.full(shape, np.nan), *(np.empty(shape, np.uint64) for _ in range(functions.real.count - 1))]
         else:
-            self.kind, self.parts = Exact, [np.full(shape, 85).astype(computing_dtype(layout.dtype))]
+            self.kind, self.components = Exact, [np.full(shape, 85).astype(computing_dtype(layout.dtype))]
 
     def put(self, ranks: Sequence[int], block: Samples) -> None:
-        for part, new in zip(self.parts, self.kind.of(block).parts, strict=True):
-            part[ranks, :, : block.size] = new.reshape(len(new), -1)
+        for array, new in zip(self.components, self.kind.of(block).components, strict=True):
+            array[ranks, :, : block.size] = new.reshape(len(new), -1)
 
     def view(self, ranks: Sequence[int], offset: int, layout: ByteLayout) -> FieldView:
         if len(ranks) > 1 and (ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks)):
@@ -347,13 +347,13 @@ class FieldBuffer:
 
     def new_view(self, ranks: Sequence[int], start: int, layout: ByteLayout) -> FieldView:
         samples = len(ranks) * self.samples
-        parts = []
-        for part in self.parts:
-            size = part.itemsize
+        components = []
+        for array in self.components:
+            size = array.itemsize
             first = (ranks[0] * self.samples * self.count + (start if layout.run else 0)) * size
             strides = (self.count * size, *[stride * size for stride in layout.strides])
-            parts.append(np.ndarray((samples, *layout.shape), part.dtype, part, first, strides))
-        return FieldView([self.kind(*parts)])
+            components.append(np.ndarray((samples, *layout.shape), array.dtype, array, first, strides))
+        return FieldView([self.kind(*components)])
 
 
 class FieldView:
@@ -372,10 +372,10 @@ class FieldView:
         value, at = self.arrays[0].of(value), 0
         for array in self.arrays:
             own = slice(at, at + array.samples) if value.samples > 1 else slice(None)
-            for part, whole in zip(array.parts, value.parts, strict=True):
+            for component, whole in zip(array.components, value.components, strict=True):
                 new = whole[own]
-                if new.shape[1:] != part.shape[1:]:
-                    shape = part.shape[1:] if new[0].size == part[0].size else (1,) * (part.ndim - 1)
+                if new.shape[1:] != component.shape[1:]:
+                    shape = component.shape[1:] if new[0].size == component[0].size else (1,) * (component.ndim - 1)
                     new = new.reshape(len(new), *shape)
-                part[...] = new
+                component[...] = new
             at += array.samples

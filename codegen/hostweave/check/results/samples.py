@@ -1,9 +1,9 @@
 """Arrays with several samples. A sample is the copy of an array for one seed, or for one rank and one seed.
 
-An array consists of parts, which are NumPy arrays. The first dim of each part is the sample. Shapes and axes omit this dim. A function that
-needs a Python number, for example for a branch, raises NeedsSingleSample. `apply` then calls the function once per sample.
+An array consists of components, which are NumPy arrays. The first dim of each component is the sample. Shapes and axes omit this dim. A
+function that needs a Python number, for example for a branch, raises NeedsSingleSample. `apply` then calls the function once per sample.
 
-Integers and bools are exact, and have one part. A float is a `Real` with a shadow in f64 and an element of a finite field. In random
+Integers and bools are exact, and have one component. A float is a `Real` with a shadow in f64 and an element of a finite field. In random
 inputs, shadow and element are independent. The shadow decides comparisons of numbers with different elements, sort orders, casts to
 integers, and whether a number is finite. Sums and products of elements are exact. A function that the field lacks, such as sqrt, is a
 random function of the element.
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from hostweave.check.results import field
 
-Part = NDArray[Any]
+Component = NDArray[Any]
 ScalarLike = int | float | bool | np.generic
 
 ROUNDING_TOLERANCE = 1e-9  # relative error at which a shadow counts as an integer, or a sum as 0
@@ -35,12 +35,12 @@ class NeedsSingleSample(Exception):
 class Samples(NDArrayOperatorsMixin):
     """An array with samples. A constant has one sample, which broadcasts."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("components",)
     functions: ClassVar[Any]  # defined in functions.py
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, *parts: Part):
-        self.parts = parts
+    def __init__(self, *components: Component):
+        self.components = components
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **_: Any) -> Any:
         """Computes an operator, such as +, by the function of functions.py."""
@@ -48,15 +48,15 @@ class Samples(NDArrayOperatorsMixin):
 
     @property
     def samples(self) -> int:
-        return len(self.parts[0])
+        return len(self.components[0])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.parts[0].shape[1:]
+        return self.components[0].shape[1:]
 
     @property
     def ndim(self) -> int:
-        return self.parts[0].ndim - 1
+        return self.components[0].ndim - 1
 
     @property
     def size(self) -> int:
@@ -64,24 +64,24 @@ class Samples(NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self.parts[0].dtype
+        return self.components[0].dtype
 
     @property
-    def value(self) -> Part:
-        """The first part: integers, bools or shadows."""
-        return self.parts[0]
+    def value(self) -> Component:
+        """The first component: integers, bools or shadows."""
+        return self.components[0]
 
-    def map(self, function: Callable[[Part], Part]) -> Samples:
-        """Applies a function to all parts. The function must not compute with elements, but may select, copy and reorder them."""
-        return type(self)(*map(function, self.parts))
+    def map(self, function: Callable[[Component], Component]) -> Samples:
+        """Applies a function to all components. The function must not compute with elements, but may select, copy and reorder them."""
+        return type(self)(*map(function, self.components))
 
     def sample(self, number: int) -> Samples:
-        return self if self.samples == 1 else self.map(lambda part: part[number : number + 1])
+        return self if self.samples == 1 else self.map(lambda component: component[number : number + 1])
 
-    def single_sample(self) -> Part:
+    def single_sample(self) -> Component:
         if self.samples > 1:
             raise NeedsSingleSample
-        value: Part = self.value[0]
+        value: Component = self.value[0]
         return value
 
     def __len__(self) -> int:
@@ -97,12 +97,12 @@ class Samples(NDArrayOperatorsMixin):
 
     def __getitem__(self, key: Any) -> Samples:
         key = key_of(key)
-        return self.map(lambda part: part[key])
+        return self.map(lambda component: component[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
         key = key_of(key)
-        for part, new in zip(self.parts, self.of(value).parts, strict=True):
-            part[key] = new
+        for component, new in zip(self.components, self.of(value).components, strict=True):
+            component[key] = new
 
     @classmethod
     def of(cls, value: Any) -> Samples:
@@ -110,7 +110,7 @@ class Samples(NDArrayOperatorsMixin):
 
     def reshape(self, *shape: Any) -> Samples:
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        return self.map(lambda part: part.reshape(len(part), *shape))
+        return self.map(lambda component: component.reshape(len(component), *shape))
 
     def ravel(self) -> Samples:
         return self.reshape(self.size)
@@ -121,7 +121,7 @@ class Samples(NDArrayOperatorsMixin):
     def astype(self, dtype: Any, copy: bool = True) -> Samples:
         raise NotImplementedError
 
-    def differs(self, other: Samples) -> Part:
+    def differs(self, other: Samples) -> Component:
         raise NotImplementedError
 
 
@@ -142,8 +142,8 @@ class Exact(Samples):
             return Real.of(self)
         return Exact(self.value.astype(dtype))
 
-    def differs(self, other: Samples) -> Part:
-        differ: Part = self.value != other.value
+    def differs(self, other: Samples) -> Component:
+        differ: Component = self.value != other.value
         return differ
 
 
@@ -153,7 +153,7 @@ class Real(Samples):
 
     __slots__ = ()
     dtype = np.dtype(np.float64)
-    count: ClassVar[int] = 2  # number of parts
+    count: ClassVar[int] = 2  # number of components
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -162,12 +162,12 @@ class Real(Samples):
         if isinstance(value, int | float):
             return cls.constant(value)
         if isinstance(value, Real):
-            return cls.from_parts(*value.parts)
+            return cls.from_components(*value.components)
         array = value.value if isinstance(value, Samples) else np.asarray(value)[None]
         if array.dtype.kind == "b":
             array = array.astype(np.int64)
         shadow = array.astype(np.float64)
-        return cls.from_parts(shadow, field.of_integers(array) if array.dtype.kind in "iu" else field.of_floats(shadow))
+        return cls.from_components(shadow, field.of_integers(array) if array.dtype.kind in "iu" else field.of_floats(shadow))
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -175,13 +175,13 @@ class Real(Samples):
         return cls.of(np.asarray(number, np.float64))
 
     @classmethod
-    def from_parts(cls, shadow: Part, element: Part) -> Self:
-        """Numbers with the given shadow and element. Subclasses derive further parts."""
+    def from_components(cls, shadow: Component, element: Component) -> Self:
+        """Numbers with the given shadow and element. Subclasses derive further components."""
         return cls(shadow, element)
 
     @property
-    def element(self) -> Part:
-        return self.parts[1]
+    def element(self) -> Component:
+        return self.components[1]
 
     def astype(self, dtype: Any, copy: bool = True) -> Samples:
         dtype = np.dtype(dtype)
@@ -213,10 +213,10 @@ class Real(Samples):
         return Real(zeros_are_exact(np.matmul(self.value, other.value), element, size), element)
 
     def sum(self, axes: tuple[int, ...], keepdims: bool) -> Real:
-        return self.apply_linear(lambda part, **how: np.asarray(np.sum(part, axis=axes, keepdims=keepdims, **how)))
+        return self.apply_linear(lambda component, **how: np.asarray(np.sum(component, axis=axes, keepdims=keepdims, **how)))
 
-    def apply_linear(self, function: Callable[..., Part]) -> Real:
-        """Applies a sum or a cumulative sum to all parts."""
+    def apply_linear(self, function: Callable[..., Component]) -> Real:
+        """Applies a sum or a cumulative sum to all components."""
         element = field.reduced(function(self.element))
         return Real(zeros_are_exact(function(self.value), element, lambda: function(np.abs(self.value))), element)
 
@@ -228,32 +228,32 @@ class Real(Samples):
     def log(self) -> Real:
         return self.random_function("log", np.log(np.abs(self.value)))
 
-    def random_function(self, word: str, shadow: Part, *others: Real) -> Real:
+    def random_function(self, word: str, shadow: Component, *others: Real) -> Real:
         return Real(shadow, field.hashed(word, self.element, *(other.element for other in others)))
 
-    def equals(self, other: Real) -> Part:
-        same: Part = self.element == other.element
+    def equals(self, other: Real) -> Component:
+        same: Component = self.element == other.element
         return same
 
-    def differs(self, other: Samples) -> Part:
+    def differs(self, other: Samples) -> Component:
         """True for each element that differs. The shadows decide for infinities and NaN."""
         is_finite = np.isfinite(self.value) & np.isfinite(other.value)
         same = (self.value == other.value) | (np.isnan(self.value) & np.isnan(other.value))
-        differ: Part = ~np.where(is_finite, self.equals(type(self)(*other.parts)), same)
+        differ: Component = ~np.where(is_finite, self.equals(type(self)(*other.components)), same)
         return differ
 
 
-def zeros_are_exact(shadow: Part, element: Part, size: Callable[[], Part]) -> Part:
+def zeros_are_exact(shadow: Component, element: Component, size: Callable[[], Component]) -> Component:
     """Sets the shadow of a sum to 0 if the element is 0 and the shadow is a rounding error. Otherwise inverses and signs would depend on
     the order of the sum. `size` sums the absolute values."""
     is_error = (element == 0) & (shadow != 0)
     return np.where(is_error & (np.abs(shadow) < ROUNDING_TOLERANCE * size()), 0.0, shadow) if is_error.any() else shadow
 
 
-def rounded_if_near(shadow: Part) -> Part:
+def rounded_if_near(shadow: Component) -> Component:
     with np.errstate(all="ignore"):
         nearest = np.rint(shadow)
-        rounded_if_near: Part = np.where(np.abs(shadow - nearest) <= ROUNDING_TOLERANCE * (1 + np.abs(shadow)), nearest, shadow)
+        rounded_if_near: Component = np.where(np.abs(shadow - nearest) <= ROUNDING_TOLERANCE * (1 + np.abs(shadow)), nearest, shadow)
         return rounded_if_near
 
 
@@ -265,11 +265,11 @@ def is_float(x: Any) -> bool:
 
 def aligned(xs: Sequence[Samples]) -> list[Samples]:
     """Gives all arrays except scalar constants the same number of dims, so that they broadcast from the right."""
-    max_ndim = max([x.parts[0].ndim for x in xs])
+    max_ndim = max([x.components[0].ndim for x in xs])
     return [
         x
-        if x.parts[0].ndim == max_ndim or x.parts[0].shape == (1,)
-        else x.map(lambda part: part.reshape(len(part), *(1,) * (max_ndim - part.ndim), *part.shape[1:]))
+        if x.components[0].ndim == max_ndim or x.components[0].shape == (1,)
+        else x.map(lambda component: component.reshape(len(component), *(1,) * (max_ndim - component.ndim), *component.shape[1:]))
         for x in xs
     ]
 
@@ -280,7 +280,7 @@ def as_reals(*xs: Any) -> list[Any]:
 
 
 def widest_real(xs: Iterable[Any]) -> type[Real]:
-    """The class with the most parts among the floats."""
+    """The class with the most components among the floats."""
     kind: type[Real] = Real
     for x in xs:
         if isinstance(x, Real) and x.count > kind.count:
@@ -300,7 +300,7 @@ def has_samples(xs: Iterable[Any]) -> bool:
 
 
 def inner_axis(axis: int, ndim: int) -> int:
-    """Axis of a part. The first axis of a part is the sample."""
+    """Axis of a component. The first axis of a component is the sample."""
     return axis % ndim + 1
 
 
@@ -328,4 +328,4 @@ def _in_samples(result: Any) -> Any:
 def joined_samples(results: Sequence[Any]) -> Any:
     if isinstance(results[0], tuple):
         return tuple(joined_samples(each) for each in zip(*results, strict=True))
-    return type(results[0])(*(np.concatenate(parts) for parts in zip(*(x.parts for x in results), strict=True)))
+    return type(results[0])(*(np.concatenate(components) for components in zip(*(x.components for x in results), strict=True)))
