@@ -248,7 +248,7 @@ BODIES = {
         "which differs between ranks: use send and recv there"
     ),
     "for %i in 0..local(M, x) {\nall_reduce sum %x -> %y on x\n}": (
-        "text:3: @t: all_reduce sum %x -> %y on x: a collective is not allowed in a loop of local(M, x) steps, "
+        "text:3: @t: all_reduce sum %x -> %y on x: a collective cannot be in a loop of local(M, x) iterations, "
         "which differ between ranks: use send and recv there"
     ),
     "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: a group may contain only communications, no kernels: move the instruction out",

@@ -31,9 +31,9 @@ def nothing_is_freed(program: ir.HostProgram) -> None:
 def updates_are_in_place(program: ir.HostProgram) -> None:
     """If a launch or call updates an operand, the operand and the updated result share memory."""
     kernels = {kernel.name: kernel for kernel in program.kernels}
-    for part in bodies(program):
-        uses = def_use(part)
-        for i in tree.walk(part.body):
+    for body in bodies(program):
+        uses = def_use(body)
+        for i in tree.walk(body.body):
             read, written = tree.names(i, "read"), tree.names(i, "write")
             for number, at in updated(i, kernels, program.functions):
                 if uses.root(read[number]) != uses.root(written[at]):

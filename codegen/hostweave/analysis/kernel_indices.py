@@ -166,7 +166,7 @@ def _check_fibers(kernel: Kernel, fibers: dict[str, int], walked: set[DimOfValue
     whole = {op.result.name: op.tensors for op in kernel.ops if OPS[op.kind].fiber}
     for name, operands in whole.items():
         *others, rows = operands
-        is_alone = rows not in others and kernel.made.keys() <= {name, rows} and OPS[kernel.made[name].kind].parts_fibers
+        is_alone = rows not in others and kernel.made.keys() <= {name, rows} and OPS[kernel.made[name].kind].splits_fibers
         if len(kernel.ops) > 1 and not is_alone:
             raise NotOneKernel(f"%{name} needs all elements along a dim at once")
     written = {result.name for result in kernel.results}

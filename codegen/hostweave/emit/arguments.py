@@ -9,7 +9,7 @@ from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Emitter, OperandBuffer
 from hostweave.emit.layout import GuardedStatement, guarded
-from hostweave.emit.meshes import parts_of
+from hostweave.emit.meshes import shares_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
 from hostweave.types.size import Atom, LocalSize, Size, Sum
@@ -64,15 +64,15 @@ class _Binding:
         yield f"const int64_t {name} = {f'{path}.global_dim({self.dim}, {self.shards})' if self.from_global else local};"
         if multiple > 1 and (self.from_global or self.shards % multiple):
             yield f'hw::expect_divisible("{self.name}", {name}, {multiple});'
-        for part in parts_of(program):
-            if part.size.name == self.name:
-                yield f"const int64_t {integers.sizes[part]} = {context.part_value(part)};"
+        for share in shares_of(program):
+            if share.size.name == self.name:
+                yield f"const int64_t {integers.sizes[share]} = {context.share_value(share)};"
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgument, ...]:
     """Inputs in order. Each input binds its symbolic sizes, except sizes that an earlier input binds."""
-    parts = parts_of(program)
-    known: set[Atom] = {*(part for part in parts if part.size.is_int), *program.depths()}
+    shares = shares_of(program)
+    known: set[Atom] = {*(share for share in shares if share.size.is_int), *program.depths()}
     result = []
     for parameter in program.inputs:
         bindings: list[_Binding] = []
@@ -82,7 +82,7 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[CheckedArgumen
                 bindings.append(binding)
         result.append(argument(program, parameter, emitter, known, bindings))
         for binding in bindings:
-            known.update((binding.name, *(part for part in parts if part.size.name == binding.name)))
+            known.update((binding.name, *(share for share in shares if share.size.name == binding.name)))
     return tuple(result)
 
 
@@ -93,7 +93,7 @@ def checks_of(arguments: Sequence[CheckedArgument], context: ProgramContext) -> 
 def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -> Iterator[GuardedStatement]:
     """Checks of tensors. A loop checks parameter groups. The first tensor of a group binds sizes before the loop."""
     last = {structs.field: x for x in arguments if (structs := context.struct_of.get(x.parameter))}
-    # The sizes of tensors on parts of the mesh come first, so that checks with one condition share a block.
+    # The sizes of tensors on submeshes come first, so that checks with one condition share a block.
     yield from (("", line) for x in arguments if x.on for line in x.sizes)
     for x in arguments:
         structs, sizes = context.struct_of.get(x.parameter), () if x.on else x.sizes
@@ -111,9 +111,9 @@ def _statements(arguments: Sequence[CheckedArgument], context: ProgramContext) -
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
     """Binding of a symbolic size by a local size such as `M/8` or `local(M, x)`. None if the local size is of another form."""
-    part = size.factor
-    if isinstance(part, LocalSize) and part.size.name:
-        return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_global=True)
+    share = size.factor
+    if isinstance(share, LocalSize) and share.size.name:
+        return _Binding(share.size.name, dim, share.ranks_in(program.mesh), from_global=True)
     name = (size * size.divisor).name
     return _Binding(name, dim, size.divisor, from_global=parameter.type.mesh is not None) if name else None
 

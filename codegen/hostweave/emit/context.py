@@ -148,14 +148,14 @@ class ProgramContext:
             self.flags[ranks] = self.members.of(f"on_{mesh.label}", str(mesh)), mesh
         return self.flags[ranks][0]
 
-    def part_value(self, part: Share) -> str:
-        """C++ of a local size or first index, such as `hw::local_size(M, 8, rank_.index())`. The value is 0 on ranks outside of the part's
+    def share_value(self, share: Share) -> str:
+        """C++ of a local size or first index, such as `hw::local_size(M, 8, rank_.index())`. The value is 0 on ranks outside of the share's
         mesh."""
         program, function = self.integers.program, "ceil_div"
-        arguments, mesh = [self.integers.size(part.size), str(part.ranks_in(program))], None
-        if isinstance(part, LocalSize):
-            mesh, function = part.mesh, "local_begin" if isinstance(part, FirstIndex) else "local_size"
-            arguments.append(rank_in_group(part.mesh_in(program), part.axes))
+        arguments, mesh = [self.integers.size(share.size), str(share.ranks_in(program))], None
+        if isinstance(share, LocalSize):
+            mesh, function = share.mesh, "local_begin" if isinstance(share, FirstIndex) else "local_size"
+            arguments.append(rank_in_group(share.mesh_in(program), share.axes))
         value = f"hw::{function}({', '.join(arguments)})"
         return f"{self.flag(mesh)} ? {value} : 0" if mesh else value
 

@@ -14,7 +14,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
-_PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that are copied to every project
+_FOLDERS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of runtime_cpp that are copied to every project
 _SUMS = ".hostweave-export"  # SHA-256 of each written file; the next export uses these digests to detect edited files
 
 
@@ -77,7 +77,7 @@ def export(
 
 def _runtime(with_attention: bool) -> dict[str, bytes]:
     """Sources of the runtime by path. STAMP has a digest of the sources that all exported libraries share."""
-    paths = [RUNTIME / "CMakeLists.txt", *(path for part in _PARTS for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())]
+    paths = [RUNTIME / "CMakeLists.txt", *(path for folder in _FOLDERS for path in sorted((RUNTIME / folder).rglob("*")) if path.is_file())]
     shared = {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
     stamp = _sum(b"".join(path.encode() + content for path, content in shared.items() if "/sample/" not in path))
     shared["runtime/STAMP"] = f"{stamp}\n".encode()

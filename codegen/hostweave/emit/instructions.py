@@ -11,7 +11,7 @@ from hostweave.analysis.def_use import def_use
 from hostweave.analysis.kernel_indices import updated
 from hostweave.analysis.live_ranges import begins, live_ranges
 from hostweave.base.errors import Location
-from hostweave.communication import steps
+from hostweave.communication import dataflow
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layout import COMMON, lay_out
@@ -373,7 +373,7 @@ class Emitter:
         """Emits a broadcast in place. The root only reads the buffer, so the C++ may cast away `const`."""
         channel, src = self.program.channel(i.channel), self.text(i.src)
         kept = f"const_cast<{self.type_of(i.dst).dtype.cpp}*>({src})" if self.buffers[i.src].read_only else src
-        return self.lay_out(i, rank_in_group=self.expr(steps.rank_in_group(channel.mesh, channel.axes)), kept=kept)
+        return self.lay_out(i, rank_in_group=self.expr(dataflow.rank_in_group(channel.mesh, channel.axes)), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
         """Emits a loop over the ranks of the channel, or a call of the runtime if blocks may have different sizes."""

@@ -82,7 +82,7 @@ class KernelEmitter(KernelFacts):
         *others, last = op.tensors
         rows = f"hw::Rows{{{self.first_row(last) or 0}, {self.size_of_fiber(last)}}}"
         fibers = [self.fiber(self.pointers[name], name) for name in others]
-        fibers.append(rows if OPS[op.kind].parts_fibers else self.fiber(self.pointers[last], last))
+        fibers.append(rows if OPS[op.kind].splits_fibers else self.fiber(self.pointers[last], last))
         fibers.append(self.fiber(self.results[op.result.name], stored(op.result.name)))
         return EmittedKernel(self, (f"{OPS[op.kind].fiber.format(**facts)}({', '.join([group, *fibers])});",))
 

@@ -52,7 +52,7 @@ def _short_function(lines: list[str]) -> list[str]:
 
 
 # Lines that break after a head: `if` and `for` with a statement, kernels and constructors. The groups of a pattern are the head and the
-# rest. The number is the indentation of the rest, in steps.
+# rest. The number is the indentation of the rest, in levels.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
@@ -67,9 +67,9 @@ def _broken(line: str, indent: str) -> list[str]:
         return _filled(f"{indent}//", line.split(" ")[1:], f"{indent}//{INDENT if line.startswith(('// - ', '// %')) else ''}")
     if trailing := re.fullmatch(r"(.*;)  (// .*)", line):
         return [*_broken(trailing[2], indent), *_broken(trailing[1], indent)]
-    for head, steps in _HEADS:
-        if parts := re.fullmatch(head, line):
-            return [indent + parts[1], *_broken(parts[2], indent + INDENT * steps)]
+    for head, levels in _HEADS:
+        if found := re.fullmatch(head, line):
+            return [indent + found[1], *_broken(found[2], indent + INDENT * levels)]
     bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # Underscores replace strings.
     depths = list(accumulate(((sign in "([{") - (sign in ")]}") for sign in bare), initial=0))
     if line.startswith(": "):
@@ -124,7 +124,7 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
     for line in lines:
         code, slashes, comment = (line, "", "") if line.lstrip().startswith(("//", "}", "#")) else line.partition("  // ")
         run = [*runs[-1], (code, slashes + comment)] if runs and runs[-1][-1][1] and slashes else []
-        if run and sum(max(len(entry[part]) for entry in run) for part in (0, 1)) <= COLUMN_LIMIT:
+        if run and sum(max(len(entry[column]) for entry in run) for column in (0, 1)) <= COLUMN_LIMIT:
             runs[-1] = run
         else:
             runs.append([(code, slashes + comment)])

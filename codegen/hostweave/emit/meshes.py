@@ -55,7 +55,7 @@ def _index_in(mesh: Mesh, rank: str) -> str:
 
 
 @ir.analysis
-def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
+def shares_of(program: ir.HostProgram) -> tuple[Share, ...]:
     """All sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` of a program."""
     atoms = [atom for size in dims_and_trips(program) for atom in size.atoms]
     named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
@@ -66,10 +66,10 @@ def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     return tuple(atom for atom in dict.fromkeys(atoms) if isinstance(atom, Share))
 
 
-def part_name(part: Share) -> str:
+def share_name(share: Share) -> str:
     """C++ name of a local size or first index: `M_block_8`, `M_x`, `M_first_x` or `M_x_of_ranks_2_3` for a size M, and `block_8_of_10` or
     `x_of_10` for the constant size 10."""
-    on = ("of", part.mesh.label) if isinstance(part, LocalSize) and part.mesh else ()
-    first = ("first",) if isinstance(part, FirstIndex) else ()
-    along = f"block_{part.ranks}" if isinstance(part, CeilDiv) else "_".join((*first, *part.axes, *on))
-    return f"{along}_of_{part.size}" if part.size.is_int else f"{part.size}_{along}"
+    on = ("of", share.mesh.label) if isinstance(share, LocalSize) and share.mesh else ()
+    first = ("first",) if isinstance(share, FirstIndex) else ()
+    along = f"block_{share.ranks}" if isinstance(share, CeilDiv) else "_".join((*first, *share.axes, *on))
+    return f"{along}_of_{share.size}" if share.size.is_int else f"{share.size}_{along}"

@@ -11,7 +11,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layout import lay_out
-from hostweave.emit.meshes import RANK, coordinate, membership, part_name, parts_of
+from hostweave.emit.meshes import RANK, coordinate, membership, share_name, shares_of
 from hostweave.emit.names import CppNames, is_reserved
 from hostweave.emit.structs import Structs
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -80,7 +80,7 @@ class ProgramSources:
         names, flat = CppNames(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         depths: dict[Atom, str] = {name: str(count) for name, count in program.depths().items()}
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.given_sizes()}
-        sizes |= {part: names.of(part_name(part), f"size {part}") for part in parts_of(flat)}
+        sizes |= {share: names.of(share_name(share), f"size {share}") for share in shares_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes | depths, multiples(flat), depths=program.depths())
         self.ir, self.name, self.namespace, self.mesh = program, program.name, CppNames().of(program.name, apart=C_FUNCTIONS), program.mesh
         self.machine = machine
@@ -98,11 +98,11 @@ class ProgramSources:
         self.sizes = tuple(sizes.values())
         self.sizes_of_outputs = self.sizes if any(not size.is_int for y in new_outputs for size in y.buffer.type.shape) else ()
         self.sizes_of_body = self.sizes if used & {*self.sizes} else ()
-        # The input that binds a named size declares the parts of the size.
-        parts = {part: (sizes[part], context.part_value(part)) for part in parts_of(flat) if not part.size.name}
-        self.parts, self.parts_of_sums = ([parts[part] for part in parts if part.size.is_int == fixed] for fixed in (True, False))
-        self.has_first_indices = any(isinstance(part, FirstIndex) for part in parts_of(flat))
-        self.sizes_of_ranks = [sizes[part] for part in parts_of(flat) if isinstance(part, LocalSize) and part.mesh]
+        # The input that binds a named size declares the shares of the size.
+        shares = {share: (sizes[share], context.share_value(share)) for share in shares_of(flat) if not share.size.name}
+        self.shares, self.shares_of_sums = ([shares[share] for share in shares if share.size.is_int == fixed] for fixed in (True, False))
+        self.has_first_indices = any(isinstance(share, FirstIndex) for share in shares_of(flat))
+        self.sizes_of_ranks = [sizes[share] for share in shares_of(flat) if isinstance(share, LocalSize) and share.mesh]
         self.coordinates, self.coordinates_of_plans = _coordinates(integers, used), _coordinates(integers, context.used_by_plans)
         workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "cuBLASLt workspace of the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()
@@ -204,7 +204,7 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
         ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in instructions)),
         ("group.h", any(i.grouped for i in instructions)),
         ("marks.h", any(i.marks for i in instructions)),
-        ("index.h", context.integers.calls_runtime or parts_of(flat) or not all(mesh.is_run for _, mesh in context.flags.values())),
+        ("index.h", context.integers.calls_runtime or shares_of(flat) or not all(mesh.is_run for _, mesh in context.flags.values())),
         ("types.h", not (context.temporaries or context.functions)),
     )
     runtime = sorted(["check.h", *(header for header, needed in optional if needed)])

@@ -58,7 +58,7 @@ def structs_of(program: ir.HostProgram, names: CppNames) -> Iterator[Structs]:
             groups = {p.name: p.group for p in of_struct if p.group}
             if struct and groups:
                 field = names.of(struct, f"array of structs {struct}")
-                word = "".join(part[:1].upper() + part[1:] for part in re.sub(r"s(_\d+)?$", r"\1", struct).split("_"))
+                word = "".join(each[:1].upper() + each[1:] for each in re.sub(r"s(_\d+)?$", r"\1", struct).split("_"))
                 own = CppNames()
                 members = {name: own.of(name) for name in groups}
                 type_name = names.of(f"{word}{side.capitalize()}puts", f"{side} struct of {struct}")

@@ -18,21 +18,21 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
     only its kernels and uneven sizes, and the events that the program and earlier functions need."""
     if not program.functions:
         return (program,)
-    parts = [
+    functions = [
         replace(program, name=f.name, inputs=f.inputs, outputs=f.outputs, body=f.body, functions=program.functions[:i])
         for i, f in enumerate(program.functions)
     ]
-    return tuple(_with_used_parts(part) for part in (*parts, program))
+    return tuple(map(_without_unused, (*functions, program)))
 
 
-def _with_used_parts(part: ir.HostProgram) -> ir.HostProgram:
+def _without_unused(program: ir.HostProgram) -> ir.HostProgram:
     # Analyses inline callees, and so need the events of callees.
-    events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))
+    events = events_of(program.body).union(*(events_of(function.body) for function in program.functions))
     return replace(
-        part,
-        kernels=launched(part.kernels, part.body),
-        events=tuple(pool for pool in part.events if pool.name in events),
-        uneven=tuple(name for name in part.uneven if name in part.symbols()),
+        program,
+        kernels=launched(program.kernels, program.body),
+        events=tuple(pool for pool in program.events if pool.name in events),
+        uneven=tuple(name for name in program.uneven if name in program.symbols()),
     )
 
 
@@ -67,50 +67,50 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
 
-def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """Inverse of `bodies`. If there are several parts, merges equal kernels, and removes unused channels. If two event pools, or two
-    different kernels, have one name, renames the second pool or kernel. A pool of streams gets the largest size that a part declares."""
-    program = parts[-1]
-    if len(parts) == 1:
-        return program
+def joined(programs: Sequence[ir.HostProgram]) -> ir.HostProgram:
+    """Inverse of `bodies`. If there are several bodies, merges equal kernels, and removes unused channels. If two event pools, or two
+    different kernels, have one name, renames the second pool or kernel. A pool of streams gets the largest size that a body declares."""
+    *functions, main = programs
+    if not functions:
+        return main
     kernels: dict[str, ir.Kernel] = {}
     events: dict[str, ir.Events] = {}
     renamed = []
-    for part in parts:
+    for program in programs:
         names: dict[str, str] = {}
-        for kernel in part.kernels:
+        for kernel in program.kernels:
             others = {name for name, other in kernels.items() if other != replace(kernel, name=name)}
             names[kernel.name] = name = unique_name(kernel.name, others)
             kernels.setdefault(name, replace(kernel, name=name))
         pools: dict[str, str] = {}
-        own = events_of(part.body)
-        for pool in (pool for pool in part.events if pool.name in own):
+        own = events_of(program.body)
+        for pool in (pool for pool in program.events if pool.name in own):
             pools[pool.name] = unique_name(pool.name, events)
             events[pools[pool.name]] = replace(pool, name=pools[pool.name])
 
         def rename(i: tree.Instruction, kernels: dict[str, str] = names, events: dict[str, str] = pools) -> tree.Instruction:
             return tree.with_names(tree.with_names(i, kernels, "launch"), events, "record", "wait")
 
-        renamed.append(tree.rewrite(part.body, rename))
+        renamed.append(tree.rewrite(program.body, rename))
     streams: dict[str, ir.Streams] = {}
-    for pool_of_part in (pool for part in parts for pool in part.streams):
-        streams[pool_of_part.name] = max(streams.get(pool_of_part.name, pool_of_part), pool_of_part, key=lambda pool: pool.count)
-    program = replace(
-        program,
+    for declared in (pool for program in programs for pool in program.streams):
+        streams[declared.name] = max(streams.get(declared.name, declared), declared, key=lambda pool: pool.count)
+    main = replace(
+        main,
         streams=tuple(streams.values()),
         events=tuple(events.values()),
         kernels=tuple(kernels.values()),
         body=renamed[-1],
-        functions=tuple(ir.Function(p.name, p.inputs, p.outputs, body) for p, body in zip(parts[:-1], renamed[:-1], strict=True)),
+        functions=tuple(ir.Function(p.name, p.inputs, p.outputs, body) for p, body in zip(functions, renamed[:-1], strict=True)),
     )
-    return without_unused_channels(program)
+    return without_unused_channels(main)
 
 
 def on_each_body(program: ir.HostProgram, apply: Callable[[ir.HostProgram], ir.HostProgram]) -> ir.HostProgram:
     """Applies `apply` to every body. Returns the program itself if no body changes."""
-    parts = bodies(program)
-    changed = [apply(part) for part in parts]
-    return program if is_same(parts, changed) else joined(changed)
+    programs = bodies(program)
+    changed = [apply(body) for body in programs]
+    return program if is_same(programs, changed) else joined(changed)
 
 
 @ir.analysis

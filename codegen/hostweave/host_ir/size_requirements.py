@@ -54,7 +54,7 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
         if FIRST in OPS[op.kind].attributes and op[FIRST]:  # The source must have at least as many elements as the op keeps.
             found.append(types_in_kernel[op.tensors[0]].shape[op[AXIS]] - op[FIRST])
     terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
-    return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
+    return tuple(size for size, of_sums in terms.items() if any(term.coefficient < 0 for term in (size, *of_sums)))
 
 
 def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, Mapping[str, TensorType]]]:

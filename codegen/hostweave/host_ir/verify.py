@@ -16,9 +16,8 @@ def verify_host(program: ir.HostProgram) -> None:
         checker.kernel(kernel)
     for user_kernel in program.user_kernels:
         checker.user_kernel(user_kernel)
-    parts = bodies(program)
-    for part in parts:
-        body = Checker(part, RULES, checker.kernels)
-        body.parameters()
-        body.body(part.body, Scope())
-    checker.expect_separate_events(parts)
+    for body in bodies(program):
+        of_body = Checker(body, RULES, checker.kernels)
+        of_body.parameters()
+        of_body.body(body.body, Scope())
+    checker.expect_separate_events(bodies(program))

@@ -37,7 +37,7 @@ def distribute(loops: Loops, machine: Machine) -> Loops:
 def _of_fibers(loops: Loops) -> Distribution:
     if loops.fibers[stored(loops.results[0])].stride == ONE:
         return Distribution.CLUSTER_FIBERS if any(OPS[op.kind].in_clusters for op in loops.kernel.ops) else Distribution.BLOCK_FIBERS
-    return Distribution.FIBER_PARTS if any(OPS[op.kind].parts_fibers for op in loops.kernel.ops) else Distribution.FIBERS
+    return Distribution.FIBER_PARTS if any(OPS[op.kind].splits_fibers for op in loops.kernel.ops) else Distribution.FIBERS
 
 
 def _of_elements(loops: Loops, machine: Machine) -> Distribution:

@@ -131,8 +131,8 @@ def _threads_of_row(vectors: int, held: int, most: int, machine: Machine) -> int
     vector, a thread holds `held` accesses in registers. If possible, the threads read a cache line at once."""
     for least, each in itertools.product((machine.line_bytes // machine.access_bytes, 1), EACH):
         threads = vectors // each
-        is_part = threads > 0 and machine.warp % threads == 0 and threads >= min(least, vectors)
-        fits = (threads % machine.warp == 0 and threads <= most) or is_part
+        divides_warp = threads > 0 and machine.warp % threads == 0 and threads >= min(least, vectors)
+        fits = (threads % machine.warp == 0 and threads <= most) or divides_warp
         if fits and vectors % each == 0 and each * held * machine.access_bytes <= HELD_BYTES:
             return threads
     return 0

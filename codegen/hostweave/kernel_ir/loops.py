@@ -214,9 +214,9 @@ class Loops:
     @property
     def length(self) -> Size | None:
         """Size of the innermost reduced dim, or None. For fibers, the size of an input's fiber, or of the result's fiber if the op has
-        `parts_fibers`."""
+        `splits_fibers`."""
         if self.takes_fibers:
-            of_result = any(OPS[op.kind].parts_fibers for op in self.kernel.ops)
+            of_result = any(OPS[op.kind].splits_fibers for op in self.kernel.ops)
             return self.fibers[next(access for access in self.memory if (access in self.stores) == of_result)].size
         return self.reduced[-1].size if self.reduced else None
 

@@ -63,7 +63,7 @@ class OpDef:
     prepared: str = ""  # C++ type that prepares an f32 last operand once, for all elements that share the operand
     rounds_operands: bool = False  # kernels round a computed operand of at most 16 bits to its dtype, as a store would
     fiber: str = ""  # C++ function that processes all elements along one dim; an op with a fiber is a separate kernel
-    parts_fibers: bool = False  # threads that process a row together write separate elements, so the threads need no synchronisation
+    splits_fibers: bool = False  # threads that process a row together write separate elements, so the threads need no synchronisation
     in_clusters: bool = False  # the thread blocks of a cluster may process a row together
     gathers: bool = False  # reads its first operand at an index, which is the second operand or is computed
     updates: bool = False  # updates some elements of its first operand in place

@@ -180,7 +180,7 @@ def _sent(types: Types, op: Op) -> IndexMap:
     return IndexMap((*(kept for _ in into), *ends, (INDEXED,)), kept, unwalked=frozenset((INDEXED, OTHER)))
 
 
-_WRITES: dict[str, Any] = {"parts_fibers": True, "whole": "written by indices"}
+_WRITES: dict[str, Any] = {"splits_fibers": True, "whole": "written by indices"}
 OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), fiber="hw::scatter", makes="scattered", **_WRITES)
 OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), fiber="hw::scatter_sum", partial="sum", is_exact=True, **_WRITES)
 

@@ -23,7 +23,7 @@ MAX_POOL = 2**16  # maximum number of streams or events of a pool
 class Scope:
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
-    steps: Size | None = None  # trip count of an enclosing loop, if the count may differ between ranks
+    trips: Size | None = None  # trip count of an enclosing loop, if the count may differ between ranks
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction
@@ -72,7 +72,7 @@ class Checker:
         used = channels_of(self.program)
         declared: dict[object, str] = {}
         for channel in self.program.channels:
-            self.part(channel.mesh)
+            self.submesh(channel.mesh)
             for axis in channel.axes:
                 self.axis(axis, channel.mesh)
                 if channel.axes.count(axis) > 1:
@@ -83,13 +83,13 @@ class Checker:
             if channel.name not in used:
                 self.fail(f"channel {channel.name} is unused: remove it from the header")
 
-    def expect_separate_events(self, parts: tuple[ir.HostProgram, ...]) -> None:
+    def expect_separate_events(self, bodies: tuple[ir.HostProgram, ...]) -> None:
         """Checks that the main program and its functions use separate events. Otherwise a wait could match a record of another function."""
         users: dict[str, str] = {}
-        for part in parts:
-            for event in sorted(events_of(part.body)):
-                if users.setdefault(event, part.name) != part.name:
-                    self.fail(f"both @{users[event]} and @{part.name} use {event}: declare events for each")
+        for body in bodies:
+            for event in sorted(events_of(body.body)):
+                if users.setdefault(event, body.name) != body.name:
+                    self.fail(f"both @{users[event]} and @{body.name} use {event}: declare events for each")
 
     def parameters(self) -> None:
         self.inputs.update(p.name for p in self.program.inputs)
@@ -97,7 +97,7 @@ class Checker:
             if parameter.name in self.types:
                 self.fail(f"%{parameter.name} is declared twice: rename one")
             if parameter.type.mesh:
-                self.part(parameter.type.mesh)
+                self.submesh(parameter.type.mesh)
             for axis in parameter.type.axes:
                 self.axis(axis, parameter.type.mesh)
             parameter.type.check(None, self.program.mesh)
@@ -211,8 +211,8 @@ class Checker:
         if axis not in dict(mesh.axes):
             self.fail(f"{mesh} has no axis {axis!r}: its axes are {', '.join(dict(mesh.axes))}")
 
-    def part(self, mesh: Mesh) -> None:
-        """Checks that a mesh is part of the program's mesh."""
+    def submesh(self, mesh: Mesh) -> None:
+        """Checks that a mesh has only ranks of the program's mesh."""
         if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name only its ranks")
 
@@ -268,25 +268,25 @@ class Checker:
     def known(self, size: Size) -> Size:
         """Replaces each local size by a quotient if all shards are equal. Equal sizes then compare equal."""
         exact = dict[Factor, Size]()
-        for part in size.factors:
-            if isinstance(part, LocalSize) and not part.size.is_uneven(ranks := part.ranks_in(self.program.mesh), self.program.uneven):
-                exact[part] = part.size // ranks
+        for local in size.factors:
+            if isinstance(local, LocalSize) and not local.size.is_uneven(ranks := local.ranks_in(self.program.mesh), self.program.uneven):
+                exact[local] = local.size // ranks
         return size.replaced(exact)
 
     def with_equal_shards(self, size: Size) -> Size:
         """Renames the axes of local sizes. Local sizes with equal global sizes and numbers of ranks then compare equal."""
-        local = [factor for factor in size.factors if isinstance(factor, LocalSize)]
-        meshes = {part: Mesh(ranks=part.ranks_in(self.program.mesh)) for part in local}
-        return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})
+        factors = [factor for factor in size.factors if isinstance(factor, LocalSize)]
+        meshes = {local: Mesh(ranks=local.ranks_in(self.program.mesh)) for local in factors}
+        return self.known(size).replaced({local: Size(1, (LocalSize(local.size, ("ranks",), mesh),)) for local, mesh in meshes.items()})
 
     def unknown(self, size: Size) -> str | None:
         """First symbol of `size` that no input or output has, or None. If None, also checks the meshes and axes of local sizes."""
         missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
-        for part in size.atoms:
-            if isinstance(part, LocalSize) and not missing:
-                mesh = part.mesh_in(self.program.mesh)
-                self.part(mesh)
-                for axis in part.axes:
+        for atom in size.atoms:
+            if isinstance(atom, LocalSize) and not missing:
+                mesh = atom.mesh_in(self.program.mesh)
+                self.submesh(mesh)
+                for axis in atom.axes:
                     self.axis(axis, mesh)
         return missing[0] if missing else None
 
@@ -308,10 +308,10 @@ class Checker:
         types = (*kernel.inputs, *kernel.outputs)
         for type in (type for type in types if type.mesh):
             type.check(kernel.location, self.program.mesh)
-        of_parts = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
+        of_submeshes = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
         dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
-            if axis not in of_parts:  # Other axes must be axes of the program's mesh.
+            if axis not in of_submeshes:  # Other axes must be axes of the program's mesh.
                 self.axis(axis)
         for dim in dims:
             if unknown := self.unknown(dim.size):

@@ -29,8 +29,8 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
     if i.posts == "collective":
         if scope.condition is not None:
             c.fail(f"a collective is not allowed under `if {scope.condition}`, which differs between ranks: use send and recv there")
-        if scope.steps is not None:
-            c.fail(f"a collective is not allowed in a loop of {scope.steps} steps, which differ between ranks: use send and recv there")
+        if scope.trips is not None:
+            c.fail(f"a collective cannot be in a loop of {scope.trips} iterations, which differ between ranks: use send and recv there")
         if channel.mesh != c.mesh:
             c.fail(f"all ranks of the channel, {channel.mesh}, must execute a collective: use a channel on {c.mesh}")
     return channel
@@ -64,8 +64,8 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
     shape, channel = c.types[name].shape, c.channel(i)
     if along >= len(shape):
         c.fail(f"%{name} is {c.types[name]}: it has no dim {along}")
-    part = LocalSize(shape[along], channel.axes, None if channel.mesh == c.program.mesh else channel.mesh)
-    return c.known(product(shape[:along] + shape[along + 1 :]) * Size(1, (part,)))
+    block = LocalSize(shape[along], channel.axes, None if channel.mesh == c.program.mesh else channel.mesh)
+    return c.known(product(shape[:along] + shape[along + 1 :]) * Size(1, (block,)))
 
 
 def _equal_sizes(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:

@@ -23,7 +23,7 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
         c.windows.add(i.out)
         if c.mesh != c.program.mesh:
             c.fail(f"only {c.mesh} allocates the window, so its offset would differ between ranks: allocate it on all ranks")
-        if any(isinstance(part, LocalSize) for size in i.type.shape for part in c.known(size).atoms):
+        if any(isinstance(atom, LocalSize) for size in i.type.shape for atom in c.known(size).atoms):
             c.fail(
                 f"the size of %{i.out} may differ between ranks, so the window's offset would differ: use sizes that the ranks split evenly"
             )

@@ -44,7 +44,7 @@ def _for(c: Checker, i: ir.For, scope: Scope) -> None:
     c.size(i.count)
     indices = set(c.indices)
     c.indices.add(i.out)
-    c.inner(i.body, replace(scope, steps=i.count) if any(isinstance(size, LocalSize) for size in i.count.atoms) else scope)
+    c.inner(i.body, replace(scope, trips=i.count) if any(isinstance(size, LocalSize) for size in i.count.atoms) else scope)
     c.indices = indices
 
 
@@ -88,7 +88,7 @@ def _is_collective(function: ir.Function, others: tuple[ir.Function, ...]) -> bo
 def _on_mesh(c: Checker, i: ir.OnMesh, scope: Scope) -> None:
     if c.mesh is not c.program.mesh:
         c.fail("on bodies cannot be nested: end the outer one first")
-    c.part(i.mesh)
+    c.submesh(i.mesh)
     c.mesh = i.mesh
     c.inner(i.body, scope)
     c.mesh = c.program.mesh
