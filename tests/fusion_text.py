@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hostweave.communication.steps import Dataflow
+from hostweave.communication.dataflow import Dataflow
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options

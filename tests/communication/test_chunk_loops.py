@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fusion_text import flow, names_in_loops
 
-from hostweave.communication.chunk_loops import LoopPart, parts, shards
+from hostweave.communication.chunk_loops import EvenLoop, even_loops, shards
 from hostweave.fusion_ir.ir import ChunkLoop
 from hostweave.types.size import Size
 
@@ -47,20 +47,20 @@ def test_a_gather_joins_the_loop_of_its_consumer() -> None:
     assert loop.by_block
     assert loop.communication is loop.ops[0]
     assert shards(gather, loop.ops) == 4
-    assert (str(loop.steps), loop.drops_dim) == ("8", False)
+    assert (str(loop.trips), loop.drops_dim) == ("8", False)
 
 
 @pytest.mark.parametrize(
     ("rows", "chunks", "expected"),
     [
-        ("M", 3, [LoopPart(Size(3))]),  # Sizes of calls are multiples of the number of chunks.
-        (9, 3, [LoopPart(Size(3))]),
-        (8, 3, [LoopPart(Size(2), Size(3)), LoopPart(Size(1), Size(2), start=6)]),
-        (2, 3, [LoopPart(Size(2), Size(1))]),
+        ("M", 3, [EvenLoop(Size(3))]),  # Sizes of calls are multiples of the number of chunks.
+        (9, 3, [EvenLoop(Size(3))]),
+        (8, 3, [EvenLoop(Size(2), Size(3)), EvenLoop(Size(1), Size(2), start=6)]),
+        (2, 3, [EvenLoop(Size(2), Size(1))]),
     ],
 )
-def test_parts_of_a_loop(rows: int | str, chunks: int, expected: list[LoopPart]) -> None:
+def test_parts_of_a_loop(rows: int | str, chunks: int, expected: list[EvenLoop]) -> None:
     streamed = flow(f"%x: f32[{rows}, N]", f"%y: f32[{rows}, N] stream(0, {chunks}) = exp(%x)")
     (loop,) = streamed.fusion.body
     assert isinstance(loop, ChunkLoop)
-    assert [*parts(streamed, loop)] == expected
+    assert [*even_loops(streamed, loop)] == expected

@@ -332,9 +332,9 @@ LOOPS = [
         "stream(0, p2p)",
         "stream of %y: it has the algorithm p2p, but a negative does not communicate; stream the reshard",
     ),
-    ("0 chunks across_shards", "stream(0)", "loop of %y: it has 0 steps; use 1 to 4096"),
+    ("0 chunks across_shards", "stream(0)", "loop of %y: it has 0 iterations; use 1 to 4096"),
     ("M chunks across_shards", "stream(0)", "loop of %y: its number of chunks, M, is not an int; write an int"),
-    ("3 indices by_shard", "stream(0)", "loop of %y: it has 3 steps for 8 indices; write 8 indices"),
+    ("3 indices by_shard", "stream(0)", "loop of %y: it has 3 iterations for 8 indices; write 8 indices"),
     ("4 chunks by_shard of %x", "stream(0)", "loop of %y: %x is not an async all_gather whose shards a matmul reads"),
 ]
 
@@ -352,6 +352,6 @@ def test_a_loop_over_the_shards_of_a_gather() -> None:
     %y: f32[8, 8] stream(1) = matmul(%x, %g)
   }"""
     program = text(ops, inputs="%x: f32[8, 4], %w: f32[4, 8@x]")
-    with pytest.raises(ProgramError, match=r"^text:4: loop of %y: it has 3 steps; write one per shard, 4$"):
+    with pytest.raises(ProgramError, match=r"^text:4: loop of %y: it has 3 iterations; write one per shard, 4$"):
         Fusion.parse(program)
     assert Fusion.parse(program.replace("loop 3", "loop 4")).loop_of["y"].gathered == "g"

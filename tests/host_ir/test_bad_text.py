@@ -170,10 +170,10 @@ def test_more_steps_than_a_loop_can_have(chunks: int) -> None:
     def streamed(x: hw.Tensor) -> hw.Tensor:
         return hw.reshard(x * 2, "M", "K").stream("M", chunks)
 
-    with pytest.raises(ProgramError, match=rf"stream: {chunks} steps are more than 4096, the most that a loop can have; give fewer chunks"):
+    with pytest.raises(ProgramError, match=rf"stream: {chunks} iterations are more than 4096, the maximum of a loop; give fewer chunks"):
         hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])(streamed)
     text = f"fusion @f(%x: f32[M]) {{\n  %y: f32[M] stream(M, {chunks}) = negative(%x)\n  return %y\n}}\n"
-    with pytest.raises(ProgramError, match=f"{chunks} steps are more than 4096"):
+    with pytest.raises(ProgramError, match=f"{chunks} iterations are more than 4096"):
         read_fusion(text)
 
 

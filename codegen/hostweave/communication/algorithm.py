@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, communication_slowdown
+from hostweave.communication.dataflow import Dataflow, LoopIteration, Values, rank_in_group
 from hostweave.communication.packing import TermReduction
-from hostweave.communication.steps import Dataflow, LoopSteps, Values, rank_in_group
 from hostweave.fusion_ir.ir import ROTATIONS, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
@@ -70,8 +70,8 @@ class Algorithm:
 
 
 class Lowering:
-    """Emits the communication of one loop. `self.steps` describes the loop, and an argument `steps` describes one iteration. In a loop by
-    shard, only an argument `steps` has an `owner`."""
+    """Emits the communication of one loop. `self.loop` describes any iteration, and an argument `iteration` one iteration. In a loop by
+    shard, only an argument `iteration` has an `owner`."""
 
     needs_count: ClassVar[bool] = False  # True if the number of iterations must be known, and a reduction must be a sum
     # Emits the matmul whose result is `adds`. If the first argument is True, adds the contents of the matmul's own buffer. The second
@@ -79,28 +79,28 @@ class Lowering:
     multiply: Callable[[bool, str | None], None] | None = None
 
     def __init__(
-        self, b: Builder, flow: Dataflow, values: Values, ops: Sequence[Op], steps: LoopSteps, in_loop: Set[str], reduction: TermReduction
+        self, b: Builder, flow: Dataflow, values: Values, ops: Sequence[Op], loop: LoopIteration, made: Set[str], reduction: TermReduction
     ):
-        """`ops` is one reshard, or several gathers that are sent together. `in_loop` contains names of values that the loop computes."""
+        """`ops` is one reshard, or several gathers that are sent together. `made` contains names of values that the loop computes."""
         self.b, self.flow, self.values, self.ops, self.op = b, flow, values, ops, ops[0]
-        self.steps, self.in_loop, self.reduction = steps, in_loop, reduction
+        self.loop, self.in_loop, self.reduction = loop, made, reduction
         self.mesh, self.axes = flow.mesh_of(self.op), step_of(self.op).axes
         self.rank, self.size = rank_in_group(self.mesh, self.axes), self.mesh.size_of(self.axes)
-        self.subchunks = int(steps.subchunks) if steps.subchunks.is_int else 0
+        self.subchunks = int(loop.subchunks) if loop.subchunks.is_int else 0
 
     @property
     def adds(self) -> str | None:
         """Name of the matmul result that is added to the received sum, if the algorithm itself emits this matmul."""
         return None
 
-    def owner(self, steps: LoopSteps) -> Expr:
+    def owner(self, iteration: LoopIteration) -> Expr:
         """Owner of the block that this rank processes in an iteration of a loop by shard. The blocks of all ranks have different owners."""
         name, shift = ("q", 1) if OPS[self.op.kind].reduces_to_blocks else ("p", 0)
-        return Var(self.b.let(name, (self.rank + shift + steps.distance) % steps.shards))
+        return Var(self.b.let(name, (self.rank + shift + iteration.distance) % iteration.shards))
 
-    def moves(self, steps: LoopSteps) -> list[tuple[str, str]]:
+    def moves(self, iteration: LoopIteration) -> list[tuple[str, str]]:
         """Source and destination of each op in an iteration."""
-        return [(self.values.operand(op, 0, steps), self.values.destination(op, steps)) for op in self.ops]
+        return [(self.values.operand(op, 0, iteration), self.values.destination(op, iteration)) for op in self.ops]
 
     def copy(self, moves: Sequence[tuple[str, str]]) -> None:
         for source, target in moves:
@@ -109,14 +109,14 @@ class Lowering:
     def begin(self) -> None:
         """Emits instructions before the loop."""
 
-    def before_step(self, steps: LoopSteps) -> None:
+    def before_iteration(self, iteration: LoopIteration) -> None:
         """Emits instructions in each iteration, before its stream block."""
 
-    def step(self, steps: LoopSteps) -> None:
+    def in_iteration(self, iteration: LoopIteration) -> None:
         """Emits instructions in each iteration, in its stream block."""
         raise NotImplementedError
 
-    def after_step(self, steps: LoopSteps) -> None:
+    def after_iteration(self, iteration: LoopIteration) -> None:
         """Emits instructions in each iteration, after its stream block."""
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Splits a chunk loop into parts, each with chunks of one size.
+"""Splits a chunk loop into loops, each with chunks of one size.
 
     loop 3 chunks across_shards { ... }
 
@@ -8,14 +8,14 @@ If each shard has 8 rows, this loop has 2 iterations of 3 rows, and 1 iteration 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hostweave.communication.steps import Dataflow
+from hostweave.communication.dataflow import Dataflow
 from hostweave.fusion_ir.ir import ChunkLoop, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.types.size import Size
 
 
 @dataclass(frozen=True)
-class LoopPart:
+class EvenLoop:
     """`count` iterations of a chunk loop. A chunk has `rows` rows of a shard. The first chunk begins at row `start`. If `rows` is None, the
     iterations split all rows of a shard evenly."""
 
@@ -24,17 +24,17 @@ class LoopPart:
     start: int = 0
 
 
-def parts(flow: Dataflow, loop: ChunkLoop) -> tuple[LoopPart, ...]:
-    """Parts of a loop: one part and, if equal chunks do not cover all rows, a second part for the remaining rows. In a loop by shard, each
-    part has iterations for the shards of all ranks."""
+def even_loops(flow: Dataflow, loop: ChunkLoop) -> tuple[EvenLoop, ...]:
+    """One loop and, if equal chunks do not cover all rows, a second loop for the remaining rows. In a loop by shard, both loops have
+    iterations for the shards of all ranks."""
     value, split = loop.ops[0].result, shards(flow, loop.ops)
-    size, steps = value.type.dims[value.walked.dim].size // split, loop.steps // split if loop.by_block else loop.steps
-    if loop.drops_dim or not size.is_int or int(size) % int(steps) == 0:
-        return (LoopPart(loop.steps),)
-    rows = -(-int(size) // int(steps))
+    size, trips = value.type.dims[value.walked.dim].size // split, loop.trips // split if loop.by_block else loop.trips
+    if loop.drops_dim or not size.is_int or int(size) % int(trips) == 0:
+        return (EvenLoop(loop.trips),)
+    rows = -(-int(size) // int(trips))
     whole, rest = divmod(int(size), rows)
     each = split if loop.by_block else 1
-    found = LoopPart(Size(each * whole), Size(rows)), LoopPart(Size(each), Size(rest), whole * rows)
+    found = EvenLoop(Size(each * whole), Size(rows)), EvenLoop(Size(each), Size(rest), whole * rows)
     return found if rest else found[:1]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from hostweave.communication.dataflow import Dataflow, LoopIteration, Values, dim_of_chunk, rank_in_group
 from hostweave.communication.library_collectives import collectives_on
 from hostweave.communication.packing import (
     Shards,
@@ -13,10 +14,9 @@ from hostweave.communication.packing import (
     contiguous_source,
     destination_blocks,
     packed_destination,
-    per_step,
+    per_iteration,
     source_blocks,
 )
-from hostweave.communication.steps import Dataflow, LoopSteps, Values, dim_of_chunk, rank_in_group
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attributes import DIM
 from hostweave.fusion_ir.resharding import step_of
@@ -35,47 +35,47 @@ class CollectiveLowering:
     op: Op
     reduction: TermReduction
 
-    def run(self, steps: LoopSteps | None) -> None:
-        change, src, dst = step_of(self.op), self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
-        shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, steps), _is_uneven(self.flow, self.op))
+    def run(self, iteration: LoopIteration | None) -> None:
+        change, src, dst = step_of(self.op), self.values.operand(self.op, 0, iteration), self.values.destination(self.op, iteration)
+        shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, iteration), _is_uneven(self.flow, self.op))
         if change.kind == "all_to_all" and shards.is_uneven and not collectives_on(self.b, shards.axes).takes_uneven:
             with self._padded(src, dst) as padded:
-                self._emit(*padded, replace(shards, is_uneven=False), steps)
+                self._emit(*padded, replace(shards, is_uneven=False), iteration)
         else:
-            self._emit(src, dst, shards, steps)
+            self._emit(src, dst, shards, iteration)
 
-    def _emit(self, src: str, dst: str, shards: Shards, steps: LoopSteps | None) -> None:
+    def _emit(self, src: str, dst: str, shards: Shards, iteration: LoopIteration | None) -> None:
         b, change, reduction = self.b, step_of(self.op), self.reduction
         match change.kind:
             case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
-                reduction.emit((self._gathered(src, shards, steps),), dst)
+                reduction.emit((self._gathered(src, shards, iteration),), dst)
             case "all_reduce":
-                with packed_destination(b, dst, steps) as landing:
-                    collectives_on(b, shards.axes).all_reduce(contiguous_source(b, src, steps), landing, reduction)
+                with packed_destination(b, dst, iteration) as landing:
+                    collectives_on(b, shards.axes).all_reduce(contiguous_source(b, src, iteration), landing, reduction)
             case "reduce_scatter":
-                blocks = source_blocks(b, src, shards, steps, b.types[dst])
-                with packed_destination(b, dst, steps) as landing:
+                blocks = source_blocks(b, src, shards, iteration, b.types[dst])
+                with packed_destination(b, dst, iteration) as landing:
                     collectives_on(b, shards.axes).reduce_scatter(blocks, landing, reduction, shards.along)
             case "all_to_all":  # The blocks of src are along dim `to`, and the blocks of dst along dim `dim`.
-                cut = replace(shards, dim=self._dim_of_chunk(change.to, steps))
-                blocks = source_blocks(b, src, cut, steps)
-                with destination_blocks(b, dst, shards, steps) as landing:
+                cut = replace(shards, dim=self._dim_of_chunk(change.to, iteration))
+                blocks = source_blocks(b, src, cut, iteration)
+                with destination_blocks(b, dst, shards, iteration) as landing:
                     collectives_on(b, shards.axes).all_to_all(blocks, landing, cut.along, shards.along)
             case "permute_shards":
                 assert change.sources is not None
-                permute(b, src, dst, change.sources, change.axes, steps)
+                permute(b, src, dst, change.sources, change.axes, iteration)
             case "all_gather":
-                gather(b, src, dst, shards, steps)
+                gather(b, src, dst, shards, iteration)
 
-    def _gathered(self, src: str, shards: Shards, steps: LoopSteps | None) -> str:
+    def _gathered(self, src: str, shards: Shards, iteration: LoopIteration | None) -> str:
         """Buffer with the `src` of all ranks, in rank order."""
         type = self.b.types[src]
-        terms = per_step(self.b, f"{self.op.tensors[0]}_terms", BufferType(type.dtype, (Size(shards.size), *type.shape)), steps)
-        gather(self.b, src, terms, replace(shards, dim=0), steps)
+        terms = per_iteration(self.b, f"{self.op.tensors[0]}_terms", BufferType(type.dtype, (Size(shards.size), *type.shape)), iteration)
+        gather(self.b, src, terms, replace(shards, dim=0), iteration)
         return terms
 
-    def _dim_of_chunk(self, dim: int | None, steps: LoopSteps | None) -> int | None:
-        return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], steps)
+    def _dim_of_chunk(self, dim: int | None, iteration: LoopIteration | None) -> int | None:
+        return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], iteration)
 
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
@@ -112,15 +112,15 @@ def gather_one(b: Builder, flow: Dataflow, op: Op, src: str, dst: str) -> None:
     gather(b, src, dst, shards, None)
 
 
-def gather(b: Builder, src: str, dst: str, shards: Shards, steps: LoopSteps | None, wants_own: bool = True) -> None:
+def gather(b: Builder, src: str, dst: str, shards: Shards, iteration: LoopIteration | None, wants_own: bool = True) -> None:
     """Gathers the `src` of all ranks to `dst`. If `wants_own` is False, `dst` need not contain this rank's block."""
-    with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
-        collectives_on(b, shards.axes).all_gather(contiguous_source(b, src, steps), landing, shards.along, wants_own)
+    with destination_blocks(b, dst, shards, iteration, b.types[src]) as landing:
+        collectives_on(b, shards.axes).all_gather(contiguous_source(b, src, iteration), landing, shards.along, wants_own)
 
 
-def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], steps: LoopSteps | None) -> None:
-    with packed_destination(b, dst, steps) as landing:
-        collectives_on(b, axes).collective_permute(contiguous_source(b, src, steps), landing, sources)
+def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], iteration: LoopIteration | None) -> None:
+    with packed_destination(b, dst, iteration) as landing:
+        collectives_on(b, axes).collective_permute(contiguous_source(b, src, iteration), landing, sources)
 
 
 # --- gathers that keep shards separate --------------------------------------------------------------------------------
@@ -131,14 +131,14 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
-    landing = values.by_step[op.result.name] = b.allocate(op.result.name, type)
+    landing = values.by_iteration[op.result.name] = b.allocate(op.result.name, type)
     gather(b, src, landing, shards, None, wants_own=False)
 
 
-def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: LoopSteps) -> str:
+def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, iteration: LoopIteration) -> str:
     """View of an iteration's shard in the buffer of `gather_apart`. If the shard is the rank's own, copies the shard to the buffer."""
     source = values.operand(op, 0, None)
-    shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
-    own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))
+    shard = values.chunk(op.result.name, step_of(op).dim or 0, iteration)
+    own = iteration.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))
     branch(b, own, lambda: b.emit(ir.Copy(source, shard)))
     return shard

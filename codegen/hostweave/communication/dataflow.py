@@ -1,4 +1,4 @@
-"""Facts for lowering: `Dataflow` describes a fusion, `LoopSteps` an iteration of a chunk loop, and `Values` the buffers of values."""
+"""Facts for lowering: `Dataflow` describes a fusion, `LoopIteration` an iteration of a chunk loop, and `Values` the buffers of values."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class Dataflow:
 
 
 @dataclass(frozen=True)
-class LoopSteps:
+class LoopIteration:
     """An iteration of a loop, as expressions over the loop index. In a loop by shard, the iteration covers chunk `subchunk` of the
     `subchunks` chunks of rank `owner`. Across shards, the iteration covers the same slice of every rank's shard. See
-    `chunk_loops.shards` for `shards`, and `LoopPart` for `rows` and `start`."""
+    `chunk_loops.shards` for `shards`, and `EvenLoop` for `rows` and `start`."""
 
     mesh: Mesh
     index: Var
@@ -115,7 +115,7 @@ class LoopSteps:
         return self.index if self.owner is None else self.owner * expr_of(self.subchunks) + self.subchunk
 
     @property
-    def next_hop(self) -> LoopSteps:
+    def next_hop(self) -> LoopIteration:
         """This iteration, but `owner` is the owner of the block that now arrives in a ring."""
         return replace(self, owner=(self.owned_by - 1) % self.shards, suffix="next")
 
@@ -131,7 +131,7 @@ class LoopSteps:
         """Number of rows that the loop covers in a shard with `size` rows."""
         return size if self.rows is None else self.rows * (self.subchunks if self.owner is not None else self.count)
 
-    def part(self, builder: Builder, buffer: str, dim: int, wanted: str) -> str:
+    def covered(self, builder: Builder, buffer: str, dim: int, wanted: str) -> str:
         """View of the rows that the loop covers, in a buffer with one shard along `dim`."""
         return builder.slice(buffer, dim, self.rows_in(builder.types[buffer].shape[dim]), Const(self.start), wanted)
 
@@ -143,20 +143,20 @@ class LoopSteps:
 class Values(Protocol):
     """Interface through which the lowering of communication gets the buffers of values."""
 
-    by_step: dict[str, str]  # value that exists only in a loop -> buffer, with one chunk per iteration
+    by_iteration: dict[str, str]  # value that exists only in a loop -> buffer, with one chunk per iteration
 
     def buffer_of(self, name: str) -> str: ...
 
-    def chunk(self, name: str, dim: int, steps: LoopSteps) -> str:
-        """Part of a value that one iteration accesses."""
+    def chunk(self, name: str, dim: int, iteration: LoopIteration) -> str:
+        """Chunk of a value that one iteration accesses."""
 
-    def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
+    def operand(self, op: Op, number: int, iteration: LoopIteration | None) -> str:
         """Buffer from which an op reads operand `number`."""
 
-    def destination(self, op: Op, steps: LoopSteps | None) -> str:
+    def destination(self, op: Op, iteration: LoopIteration | None) -> str:
         """Buffer to which an op writes its result."""
 
-    def take_chunks(self, op: Op, steps: LoopSteps) -> None:
+    def take_chunks(self, op: Op, iteration: LoopIteration) -> None:
         """Allocates memory for the chunks that the iterations of an op write."""
 
 
@@ -179,35 +179,35 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
     return number
 
 
-def chunk(builder: Builder, steps: LoopSteps, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
+def chunk(builder: Builder, iteration: LoopIteration, buffer: str, value: Value, dim: int, keeps_dim: bool = False) -> str:
     """View of an iteration's chunk in `buffer`, which contains the local tensor of `value`. If the chunk is a slice of each of several
     shards, two dims replace `dim`: the shards, and the rows of a slice."""
-    index, wanted = steps.block, f"{value.name}_{steps.suffix or steps.index.name}"
-    if steps.splits(value, dim):
-        buffer = builder.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{value.name}_shards")
+    index, wanted = iteration.block, f"{value.name}_{iteration.suffix or iteration.index.name}"
+    if iteration.splits(value, dim):
+        buffer = builder.split(buffer, dim, Size(iteration.shards_in(value, dim)), f"{value.name}_shards")
         dim = dim + 1
-    elif steps.owner is not None and value.type.dims[dim].axes:
-        index = steps.subchunk
-    if steps.rows is not None:
-        first = (steps.index if steps.owner is None else steps.subchunk) * expr_of(steps.rows) + steps.start
-        if steps.owner is not None and (shards := steps.shards_in(value, dim)) > 1:
-            first = steps.owner * expr_of(builder.types[buffer].shape[dim] // shards) + first
-        return builder.slice(buffer, dim, steps.rows, first, wanted)
-    if steps.drops_dim and not keeps_dim:
+    elif iteration.owner is not None and value.type.dims[dim].axes:
+        index = iteration.subchunk
+    if iteration.rows is not None:
+        first = (iteration.index if iteration.owner is None else iteration.subchunk) * expr_of(iteration.rows) + iteration.start
+        if iteration.owner is not None and (shards := iteration.shards_in(value, dim)) > 1:
+            first = iteration.owner * expr_of(builder.types[buffer].shape[dim] // shards) + first
+        return builder.slice(buffer, dim, iteration.rows, first, wanted)
+    if iteration.drops_dim and not keeps_dim:
         return builder.select(buffer, dim, index, wanted)
-    return builder.chunk(buffer, dim, index, steps.subchunks_of(value, dim), wanted)
+    return builder.chunk(buffer, dim, index, iteration.subchunks_of(value, dim), wanted)
 
 
-def chunk_shape(steps: LoopSteps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
-    shape = value.type.local_shape(mesh, steps.uneven)
+def chunk_shape(iteration: LoopIteration, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
+    shape = value.type.local_shape(mesh, iteration.uneven)
     size = shape[dim]
     shards: tuple[Size, ...] = ()
-    if steps.splits(value, dim):
-        count = steps.shards_in(value, dim)
+    if iteration.splits(value, dim):
+        count = iteration.shards_in(value, dim)
         size, shards = size // count, (Size(count),)
-    subchunk = steps.rows or size.divided_by(steps.subchunks_of(value, dim))
+    subchunk = iteration.rows or size.divided_by(iteration.subchunks_of(value, dim))
     assert subchunk is not None
-    return (*shape[:dim], *shards, *(() if steps.drops_dim else (subchunk,)), *shape[dim + 1 :])
+    return (*shape[:dim], *shards, *(() if iteration.drops_dim else (subchunk,)), *shape[dim + 1 :])
 
 
 def keeps_dim(op: Op) -> bool:
@@ -216,9 +216,9 @@ def keeps_dim(op: Op) -> bool:
     return OPS[op.kind].is_product and stream is not None and stream.dim >= len(op.result.type.dims) - 2
 
 
-def dim_of_chunk(dim: int, op: Op, source: Value, steps: LoopSteps | None) -> int:
+def dim_of_chunk(dim: int, op: Op, source: Value, iteration: LoopIteration | None) -> int:
     """Position of a dim in views of an iteration's chunks. `source` is the op's first operand."""
     stream = op.result.stream
-    if steps is None or stream is None or dim <= stream.dim:
+    if iteration is None or stream is None or dim <= stream.dim:
         return dim
-    return dim + (steps.splits(op.result, stream.dim) or steps.splits(source, stream.dim)) - steps.drops_dim
+    return dim + (iteration.splits(op.result, stream.dim) or iteration.splits(source, stream.dim)) - iteration.drops_dim

@@ -32,9 +32,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+from hostweave.communication.dataflow import expr_of
 from hostweave.communication.packing import TermReduction, copied, split_terms
 from hostweave.communication.signals import SIGNAL, Signals
-from hostweave.communication.steps import expr_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
@@ -97,13 +97,13 @@ class OneSidedCollectives(Signals):
         """Emits a reduce_scatter and an all_gather. If the tensor is small or has no equal blocks, each rank reduces all terms instead."""
         type = self.b.types[dst]
         count = product(type.shape)
-        part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
-        if part is None or (count.is_int and int(count) * type.dtype.itemsize <= ONE_ROUND_BYTES):
+        block = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
+        if block is None or (count.is_int and int(count) * type.dtype.itemsize <= ONE_ROUND_BYTES):
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
             self.all_gather(src, terms)
             reduction.emit((terms,), dst)
             return
-        reduced = self.b.allocate_here(f"{dst}_part", BufferType(type.dtype, (part,)))
+        reduced = self.b.allocate_here(f"{dst}_part", BufferType(type.dtype, (block,)))
         self.reduce_scatter(src, reduced, reduction)
         self.all_gather(reduced, dst)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hostweave.communication.steps import LoopSteps
+from hostweave.communication.dataflow import LoopIteration
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
@@ -47,32 +47,34 @@ class Shards:
         return self.mesh.size_of(self.axes)
 
 
-def source_blocks(b: Builder, src: str, shards: Shards, steps: LoopSteps | None, block: BufferType | None = None) -> str:
+def source_blocks(b: Builder, src: str, shards: Shards, iteration: LoopIteration | None, block: BufferType | None = None) -> str:
     """Contiguous memory with the blocks of `src`, in rank order."""
     if shards.is_uneven:
-        return packed_source(b, contiguous_source(b, src, steps), shards.cuts(b.types[src]), steps)
-    return contiguous_source(b, equal_blocks(b, src, shards, block), steps)
+        return packed_source(b, contiguous_source(b, src, iteration), shards.cuts(b.types[src]), iteration)
+    return contiguous_source(b, equal_blocks(b, src, shards, block), iteration)
 
 
 @contextmanager
-def destination_blocks(b: Builder, dst: str, shards: Shards, steps: LoopSteps | None, block: BufferType | None = None) -> Iterator[str]:
+def destination_blocks(
+    b: Builder, dst: str, shards: Shards, iteration: LoopIteration | None, block: BufferType | None = None
+) -> Iterator[str]:
     """Contiguous memory for the blocks of `dst`, in rank order. On exit, unpacks the blocks to `dst`."""
     view = dst if shards.is_uneven else equal_blocks(b, dst, shards, block)
-    with packed_destination(b, view, steps) as landing:
+    with packed_destination(b, view, iteration) as landing:
         cuts = shards.cuts(b.types[dst])
         if not shards.is_uneven or is_in_order(cuts):
             yield landing
             return
-        packed = temporary(b, landing, steps)
+        packed = temporary(b, landing, iteration)
         yield packed
         b.emit(ir.Unpack(packed, landing, cuts))
 
 
-def packed_source(b: Builder, src: str, cuts: Cuts, steps: LoopSteps | None) -> str:
+def packed_source(b: Builder, src: str, cuts: Cuts, iteration: LoopIteration | None) -> str:
     """Contiguous memory with the blocks of the contiguous buffer `src`, one after another: `src` itself or a packed copy."""
     if is_in_order(cuts):
         return src
-    packed = temporary(b, src, steps)
+    packed = temporary(b, src, iteration)
     b.emit(ir.Pack(src, packed, cuts))
     return packed
 
@@ -89,39 +91,39 @@ def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None
     return b.permute(blocks, (dim, *(i for i in range(len(b.types[blocks].shape)) if i != dim)), f"{full}_by_rank")
 
 
-def contiguous_source(b: Builder, src: str, steps: LoopSteps | None) -> str:
-    return src if b.is_contiguous(src) else copied(b, src, steps)
+def contiguous_source(b: Builder, src: str, iteration: LoopIteration | None) -> str:
+    return src if b.is_contiguous(src) else copied(b, src, iteration)
 
 
-def copied(b: Builder, src: str, steps: LoopSteps | None) -> str:
-    packed = temporary(b, src, steps)
+def copied(b: Builder, src: str, iteration: LoopIteration | None) -> str:
+    packed = temporary(b, src, iteration)
     b.emit(ir.Copy(src, packed))
     return packed
 
 
 @contextmanager
-def packed_destination(b: Builder, dst: str, steps: LoopSteps | None) -> Iterator[str]:
+def packed_destination(b: Builder, dst: str, iteration: LoopIteration | None) -> Iterator[str]:
     """Yields `dst` if it is contiguous, otherwise contiguous memory that is copied to `dst` on exit."""
     if b.is_contiguous(dst):
         yield dst
         return
-    packed = temporary(b, dst, steps)
+    packed = temporary(b, dst, iteration)
     yield packed
     b.emit(ir.Copy(packed, dst))
 
 
-def per_step(b: Builder, wanted: str, type: BufferType, steps: LoopSteps | None, part: str = "") -> str:
-    """Allocates contiguous memory. In a loop, each iteration has separate memory, with the name `part`."""
-    if steps is None:
+def per_iteration(b: Builder, wanted: str, type: BufferType, iteration: LoopIteration | None, view: str = "") -> str:
+    """Allocates contiguous memory. In a loop, each iteration has separate memory, with the name `view`."""
+    if iteration is None:
         return b.allocate_here(wanted, type)
-    ring = b.allocate(wanted, BufferType(type.dtype, (steps.count, *type.shape)))
-    return b.select(ring, 0, steps.block, part or f"{wanted}_{steps.index.name}")
+    ring = b.allocate(wanted, BufferType(type.dtype, (iteration.count, *type.shape)))
+    return b.select(ring, 0, iteration.block, view or f"{wanted}_{iteration.index.name}")
 
 
-def temporary(b: Builder, like: str, steps: LoopSteps | None) -> str:
+def temporary(b: Builder, like: str, iteration: LoopIteration | None) -> str:
     """Allocates contiguous memory with the shape of `like`. In a loop, each iteration has separate memory."""
-    whole = like.removesuffix(f"_{steps.index.name}") if steps else like
-    return per_step(b, f"{whole}_packed", b.types[like], steps, f"{like}_packed")
+    whole = like.removesuffix(f"_{iteration.index.name}") if iteration else like
+    return per_iteration(b, f"{whole}_packed", b.types[like], iteration, f"{like}_packed")
 
 
 def split_terms(b: Builder, terms: str, name: str) -> list[str]:

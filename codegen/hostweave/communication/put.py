@@ -15,9 +15,9 @@ from typing import Any
 
 from hostweave.communication.algorithm import LOCAL_FIRST, LOCAL_LAST, Algorithm, Lowering
 from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_COPIES, Overlap
+from hostweave.communication.dataflow import LoopIteration, chunk_shape
 from hostweave.communication.packing import branch, contiguous_source, split_terms
 from hostweave.communication.signals import SIGNAL, Signals
-from hostweave.communication.steps import LoopSteps, chunk_shape
 from hostweave.fusion_ir.ir import Op
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Expr, Var, opposite
@@ -35,14 +35,14 @@ class _Loop(Lowering, Signals):
     def __init__(self, *known: Any):
         Lowering.__init__(self, *known)
         Signals.__init__(self, self.b, self.axes)
-        self.own = replace(self.steps, owner=self.rank)
+        self.own = replace(self.loop, owner=self.rank)
 
     def on(self, stream: str) -> AbstractContextManager[None]:
         return self.b.inside(partial(ir.OnStream, stream, Const(0)))
 
-    def others(self, steps: LoopSteps) -> Expr:
+    def others(self, iteration: LoopIteration) -> Expr:
         """Condition that another rank owns the iteration's block."""
-        return opposite(steps.owned_by.equals(self.rank))
+        return opposite(iteration.owned_by.equals(self.rank))
 
     def chunk_shape(self, name: str) -> tuple[Size, ...]:
         return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
@@ -67,7 +67,7 @@ class PutGather(_Loop):
         b = self.b
         self.all = [self.arriving(op) for op in self.ops]
         self.shard = self.all[0].shard if all(one.shard for one in self.all) else None
-        self.arrived = self.b.new_events("arrived", int(self.steps.count))
+        self.arrived = self.b.new_events("arrived", int(self.loop.count))
         b.emit(ir.Fork(PEER_COPIES))
         with self.on(PEER_COPIES):
             if self.shard:
@@ -79,12 +79,12 @@ class PutGather(_Loop):
     def arriving(self, op: Op) -> GatheredMemory:
         b, value, dim = self.b, op.result, op.result.walked.dim
         self.values.take_chunks(op, self.own)
-        memory = self.values.by_step.get(value.name) or self.values.buffer_of(value.name)
-        is_contiguous = value.name in self.values.by_step or all(size == Size() for size in b.types[memory].shape[:dim])
+        memory = self.values.by_iteration.get(value.name) or self.values.buffer_of(value.name)
+        is_contiguous = value.name in self.values.by_iteration or all(size == Size() for size in b.types[memory].shape[:dim])
         shard = self.shard_in_window(op)
         if is_contiguous and b.is_in_window(memory):
             return GatheredMemory(op, memory, True, shard)
-        shape = (self.steps.count, *self.chunk_shape(value.name))
+        shape = (self.loop.count, *self.chunk_shape(value.name))
         return GatheredMemory(op, b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape)), False, shard)
 
     def shard_in_window(self, op: Op) -> str | None:
@@ -92,60 +92,61 @@ class PutGather(_Loop):
         b, dim, whole = self.b, op.result.walked.dim, self.values.buffer_of(op.tensors[0])
         memory = b.memory_of(whole)  # Peers access whole memory only, because a part could have another offset on a peer.
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
-        is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # A chunk is the whole shard.
+        is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.loop.rows is None  # A chunk is the whole shard.
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
-    def put(self, one: GatheredMemory, steps: LoopSteps) -> None:
+    def put(self, one: GatheredMemory, iteration: LoopIteration) -> None:
         """Emits a put of a chunk of this rank's shard to the rank that uses the chunk in this iteration."""
-        own = replace(steps, owner=self.rank, suffix="own")
-        peer = (self.rank - steps.distance) % self.size
+        own = replace(iteration, owner=self.rank, suffix="own")
+        peer = (self.rank - iteration.distance) % self.size
         self.b.emit(ir.Put(self.source(one, own), self.landed(one, own), peer, SIGNAL, self.channel))
 
-    def source(self, one: GatheredMemory, own: LoopSteps) -> str:
+    def source(self, one: GatheredMemory, own: LoopIteration) -> str:
         return contiguous_source(self.b, self.values.operand(one.op, 0, own), None)
 
-    def sender(self, steps: LoopSteps) -> Expr:
-        return steps.owned_by
+    def sender(self, iteration: LoopIteration) -> Expr:
+        return iteration.owned_by
 
-    def landed(self, one: GatheredMemory, steps: LoopSteps) -> str:
+    def landed(self, one: GatheredMemory, iteration: LoopIteration) -> str:
         if one.is_in_place:
-            return self.values.destination(one.op, steps)
-        return self.b.select(one.landing, 0, steps.block, f"{one.landing}_{steps.index.name}")
+            return self.values.destination(one.op, iteration)
+        return self.b.select(one.landing, 0, iteration.block, f"{one.landing}_{iteration.index.name}")
 
-    def before_step(self, steps: LoopSteps) -> None:
+    def before_iteration(self, iteration: LoopIteration) -> None:
         b = self.b
 
         def arrive() -> None:
             with self.on(PEER_COPIES):
                 if self.shard:
-                    self.read(self.shard, steps)
+                    self.read(self.shard, iteration)
                 else:
                     for one in self.all:
-                        landed = self.landed(one, steps)
-                        self.put(one, steps)
-                        self.wait_for(self.sender(steps), landed, "written")
-                b.emit(ir.Record(self.arrived, steps.index))
+                        landed = self.landed(one, iteration)
+                        self.put(one, iteration)
+                        self.wait_for(self.sender(iteration), landed, "written")
+                b.emit(ir.Record(self.arrived, iteration.index))
 
-        branch(b, self.others(steps), arrive)
+        branch(b, self.others(iteration), arrive)
 
-    def read(self, shard: str, steps: LoopSteps) -> None:
+    def read(self, shard: str, iteration: LoopIteration) -> None:
         """Emits a get of a chunk of each value. Before the first chunk of a shard, emits a wait until the shard is ready."""
-        wait = partial(self.wait_for, steps.owned_by, shard, "ready")
+        wait = partial(self.wait_for, iteration.owned_by, shard, "ready")
         if self.subchunks == 1:
             wait()
         else:
-            branch(self.b, steps.subchunk.equals(0), wait)
+            branch(self.b, iteration.subchunk.equals(0), wait)
         for one in self.all:
-            self.b.emit(ir.Get(self.values.operand(one.op, 0, steps), steps.owned_by, self.landed(one, steps), self.channel))
+            self.b.emit(ir.Get(self.values.operand(one.op, 0, iteration), iteration.owned_by, self.landed(one, iteration), self.channel))
 
-    def step(self, steps: LoopSteps) -> None:
-        b, moves = self.b, self.moves(steps)
+    def in_iteration(self, iteration: LoopIteration) -> None:
+        b, moves = self.b, self.moves(iteration)
 
         def arrive() -> None:
-            b.emit(ir.Wait(self.arrived, steps.index))
-            self.copy([(self.landed(one, steps), target) for one, (_, target) in zip(self.all, moves, strict=True) if not one.is_in_place])
+            b.emit(ir.Wait(self.arrived, iteration.index))
+            pairs = zip(self.all, moves, strict=True)
+            self.copy([(self.landed(one, iteration), target) for one, (_, target) in pairs if not one.is_in_place])
 
-        branch(b, steps.owned_by.equals(self.rank), lambda: self.copy(moves), arrive)
+        branch(b, iteration.owned_by.equals(self.rank), lambda: self.copy(moves), arrive)
 
     def end(self) -> None:
         if self.shard:
@@ -171,25 +172,25 @@ class _PutScatter(_Loop):
             self.signal(self.landing, "free")
             self.wait(self.landing, "free")
 
-    def step(self, steps: LoopSteps) -> None:
+    def in_iteration(self, iteration: LoopIteration) -> None:
         """Records an event after the computation of a term for another rank."""
-        branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.computed, steps.index)))
+        branch(self.b, self.others(iteration), lambda: self.b.emit(ir.Record(self.computed, iteration.index)))
 
-    def after_step(self, steps: LoopSteps) -> None:
+    def after_iteration(self, iteration: LoopIteration) -> None:
         b = self.b
 
         def put() -> None:
             with self.on(PEER_COPIES):
-                b.emit(ir.Wait(self.computed, steps.index))
+                b.emit(ir.Wait(self.computed, iteration.index))
                 if self.subchunks > 1:
-                    sender = (self.rank - 1 - steps.distance) % self.size
-                    branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing, "written"))
-                source = contiguous_source(b, self.values.operand(self.op, 0, steps), None)
-                target = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
-                target = b.select(target, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
-                b.emit(ir.Put(source, target, steps.owned_by, SIGNAL, self.channel))
+                    sender = (self.rank - 1 - iteration.distance) % self.size
+                    branch(b, opposite(iteration.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing, "written"))
+                source = contiguous_source(b, self.values.operand(self.op, 0, iteration), None)
+                target = b.select(self.landing, 0, iteration.distance, f"{self.landing}_by_sender")
+                target = b.select(target, 0, iteration.subchunk, f"{self.landing}_{iteration.index.name}")
+                b.emit(ir.Put(source, target, iteration.owned_by, SIGNAL, self.channel))
 
-        branch(b, self.others(steps), put)
+        branch(b, self.others(iteration), put)
 
     def end(self) -> None:
         with self.on(PEER_COPIES):
@@ -198,19 +199,19 @@ class _PutScatter(_Loop):
     def after_join(self) -> None:
         self.b.emit(ir.Join(PEER_COPIES))
         if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # All chunks together are contiguous.
-            rows = self.steps.rows and self.own.rows_in(self.steps.rows)
+            rows = self.loop.rows and self.own.rows_in(self.loop.rows)
             self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # No emitted expression has the index `own`.
         else:
             with self.b.loop(Size(self.subchunks)) as index:
                 self.add(replace(self.own, index=index))
 
-    def add(self, steps: LoopSteps) -> None:
-        b, ((own, target),) = self.b, self.moves(steps)
+    def add(self, iteration: LoopIteration) -> None:
+        b, ((own, target),) = self.b, self.moves(iteration)
         shape = (Size(self.size - 1), *b.types[own].shape)
-        if steps.subchunks == Size():
+        if iteration.subchunks == Size():
             landed = b.reshape(self.landing, shape, f"{self.landing}_shards")
         else:
-            landed = b.select(self.landing, 1, steps.subchunk, f"{self.landing}_{steps.index.name}")
+            landed = b.select(self.landing, 1, iteration.subchunk, f"{self.landing}_{iteration.index.name}")
         self.reduction.emit((own, *split_terms(b, landed, self.landing)), target)
 
 

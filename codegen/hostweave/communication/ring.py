@@ -7,9 +7,9 @@ from functools import partial
 from hostweave.base.errors import ProgramError
 from hostweave.communication import put
 from hostweave.communication.algorithm import LOCAL_FIRST, LOCAL_LAST, Algorithm, Lowering
+from hostweave.communication.dataflow import LoopIteration, chunk, expr_of
 from hostweave.communication.packing import branch, group
 from hostweave.communication.signals import SIGNAL, Signals
-from hostweave.communication.steps import LoopSteps, chunk, expr_of
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.scaled import is_composed
@@ -19,59 +19,59 @@ from hostweave.transports.transport import MESSAGES, SIGNALS
 
 
 class _Ring(Lowering):
-    def owner(self, steps: LoopSteps) -> Expr:
+    def owner(self, iteration: LoopIteration) -> Expr:
         name, shift = ("q", 1) if OPS[self.op.kind].reduces_to_blocks else ("p", 0)
-        return Var(self.b.let(name, (self.rank - shift - steps.distance) % steps.shards))
+        return Var(self.b.let(name, (self.rank - shift - iteration.distance) % iteration.shards))
 
 
 class _ForwardingRing(_Ring):
     """Ring in which a rank forwards a chunk from the buffer that received it."""
 
-    def forward(self, chunks: Sequence[tuple[str, str]], steps: LoopSteps, event: str) -> None:
+    def forward(self, chunks: Sequence[tuple[str, str]], iteration: LoopIteration, event: str) -> None:
         """Emits a send of chunks to the next rank, a receive of later chunks from the previous rank, and a record of `event`. A branch
         skips these instructions in iterations of the last shard."""
 
         def exchange() -> None:
-            self.exchange([(src, self.next_chunk(name, steps)) for src, name in chunks])
-            self.b.emit(ir.Record(event, steps.index))
+            self.exchange([(src, self.next_chunk(name, iteration)) for src, name in chunks])
+            self.b.emit(ir.Record(event, iteration.index))
 
-        branch(self.b, self.is_forwarded(steps), exchange)
+        branch(self.b, self.is_forwarded(iteration), exchange)
 
-    def is_forwarded(self, steps: LoopSteps) -> Expr:
+    def is_forwarded(self, iteration: LoopIteration) -> Expr:
         """Condition that the iteration's chunk is not of the last shard."""
-        return steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks))
+        return iteration.index.less(expr_of(iteration.count) - expr_of(iteration.subchunks))
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
         """Emits, for each pair, a send of the first buffer to the next rank, and a receive into the second buffer."""
         channel, before, behind = self.b.channel(self.axes, MESSAGES), (self.rank - 1) % self.size, (self.rank + 1) % self.size
         group(self.b, *(i for src, dst in chunks for i in (ir.Recv(dst, before, channel), ir.Send(src, behind, channel))))
 
-    def next_chunk(self, name: str, steps: LoopSteps) -> str:
+    def next_chunk(self, name: str, iteration: LoopIteration) -> str:
         """Buffer for the chunk from the previous rank. Raises ProgramError if chunks are not contiguous."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name != self.adds:  # The buffer in `by_step` has contiguous chunks.
-            return values.chunk(name, dim, steps.next_hop)
-        if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
+        if name in values.by_iteration and name != self.adds:  # The buffer in `by_iteration` has contiguous chunks.
+            return values.chunk(name, dim, iteration.next_hop)
+        if name in values.by_iteration or not self.b.is_contiguous(values.chunk(name, dim, iteration)):
             raise ProgramError(
                 f"{self.op.kind}: a ring needs contiguous blocks, so it must stream the outermost dim; use algorithm='p2p'",
                 self.op.location,
             )
-        return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim)
+        return chunk(self.b, iteration.next_hop, values.buffer_of(name), value, dim)
 
-    def arrivals(self, steps: LoopSteps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
+    def arrivals(self, iteration: LoopIteration, first: Callable[[], None], arrived: Callable[[], None]) -> str:
         """Emits `first` for the first shard. For other shards, emits a wait until the chunk has arrived, then `arrived`. Returns the pool
         of events for the arrival of chunks, one per iteration."""
-        if not steps.count.is_int:
-            why = "a ring needs a number of steps that is known at compile time: give chunks="
+        if not iteration.count.is_int:
+            why = "a ring needs a number of iterations that is known at compile time: give chunks="
             raise ProgramError(f"{self.op.kind}: {why}", self.op.location)
-        event = self.b.new_events("arrived", int(steps.count))
+        event = self.b.new_events("arrived", int(iteration.count))
 
         def wait() -> None:
-            self.b.emit(ir.Wait(event, steps.index - expr_of(steps.subchunks)))
+            self.b.emit(ir.Wait(event, iteration.index - expr_of(iteration.subchunks)))
             arrived()
 
-        branch(self.b, steps.distance.equals(0), first, wait)
+        branch(self.b, iteration.distance.equals(0), first, wait)
         return event
 
 
@@ -79,10 +79,10 @@ class _RingGather(_ForwardingRing):
     """All-gather: a rank sends its own block to the next rank. Then the rank sends each block that arrives from the previous rank, except
     the last block."""
 
-    def step(self, steps: LoopSteps) -> None:
-        moves = self.moves(steps)
-        event = self.arrivals(steps, lambda: self.copy(moves), lambda: None)
-        self.forward([(target, op.result.name) for (_, target), op in zip(moves, self.ops, strict=True)], steps, event)
+    def in_iteration(self, iteration: LoopIteration) -> None:
+        moves = self.moves(iteration)
+        event = self.arrivals(iteration, lambda: self.copy(moves), lambda: None)
+        self.forward([(target, op.result.name) for (_, target), op in zip(moves, self.ops, strict=True)], iteration, event)
 
 
 class _RingReduceScatter(_ForwardingRing):
@@ -104,20 +104,20 @@ class _RingReduceScatter(_ForwardingRing):
         why = "algorithm='ring' can only reduce the result of a matmul of floats in the same loop; use algorithm='p2p' for other ops"
         raise ProgramError(f"reshard: {why}", self.op.location)
 
-    def step(self, steps: LoopSteps) -> None:
-        term, multiply = self.values.operand(self.op, 0, steps), self.multiply
+    def in_iteration(self, iteration: LoopIteration) -> None:
+        term, multiply = self.values.operand(self.op, 0, iteration), self.multiply
         assert multiply is not None
 
         def add() -> None:
             branch(
                 self.b,
-                self.is_forwarded(steps),
+                self.is_forwarded(iteration),
                 partial(multiply, True, None),
-                lambda: multiply(True, self.values.destination(self.op, steps)),
+                lambda: multiply(True, self.values.destination(self.op, iteration)),
             )
 
-        event = self.arrivals(steps, partial(multiply, False, None), add)
-        self.forward([(term, self.op.tensors[0])], steps, event)
+        event = self.arrivals(iteration, partial(multiply, False, None), add)
+        self.forward([(term, self.op.tensors[0])], iteration, event)
 
 
 class _RingReduceScatterByPuts(_RingReduceScatter):
@@ -151,18 +151,18 @@ class _RingGatherByPuts(_Ring, put.PutGather):
     def wait(self, buffer: str, state: str) -> None:
         self.wait_for((self.rank + 1) % self.size, buffer, state)
 
-    def sender(self, steps: LoopSteps) -> Expr:
+    def sender(self, iteration: LoopIteration) -> Expr:
         return (self.rank - 1) % self.size
 
-    def put(self, one: put.GatheredMemory, steps: LoopSteps) -> None:
+    def put(self, one: put.GatheredMemory, iteration: LoopIteration) -> None:
         """Emits a put to the next rank, of the chunk that arrived one shard earlier, or of this rank's own chunk."""
-        before = replace(steps, owner=(steps.owned_by + 1) % self.size)
+        before = replace(iteration, owner=(iteration.owned_by + 1) % self.size)
         target = self.landed(one, before)
 
         def put(source: str) -> None:
             self.b.emit(ir.Put(source, target, (self.rank + 1) % self.size, SIGNAL, self.channel))
 
-        branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(one, before)), lambda: put(target))
+        branch(self.b, iteration.index.less(2 * self.subchunks), lambda: put(self.source(one, before)), lambda: put(target))
 
 
 GATHER = Algorithm("ring", "all_gather", ((MESSAGES, _RingGather), (SIGNALS, _RingGatherByPuts)), LOCAL_FIRST)

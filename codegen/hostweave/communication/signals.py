@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from hostweave.communication.steps import rank_in_group
+from hostweave.communication.dataflow import rank_in_group
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr

@@ -3,21 +3,21 @@
 from hostweave.communication.algorithm import Algorithm, Lowering
 from hostweave.communication.collective import CollectiveLowering
 from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, communication, communication_slowdown
-from hostweave.communication.steps import LoopSteps
+from hostweave.communication.dataflow import LoopIteration
 from hostweave.communication.transfers import send_and_receive
 from hostweave.transports.transport import COLLECTIVES, MESSAGES, SIGNALS
 from hostweave.types.machine import Machine
 
 
 class _Slice(Lowering):
-    def step(self, steps: LoopSteps) -> None:
-        CollectiveLowering(self.b, self.flow, self.values, self.op, self.reduction).run(steps)
+    def in_iteration(self, iteration: LoopIteration) -> None:
+        CollectiveLowering(self.b, self.flow, self.values, self.op, self.reduction).run(iteration)
 
 
 class _Move(Lowering):
-    def step(self, steps: LoopSteps) -> None:
-        values, op = self.values, self.op
-        send_and_receive(self.b, self.flow, op, lambda: values.operand(op, 0, steps), lambda: values.destination(op, steps), steps)
+    def in_iteration(self, iteration: LoopIteration) -> None:
+        op, source, target = self.op, self.values.operand, self.values.destination
+        send_and_receive(self.b, self.flow, op, lambda: source(op, 0, iteration), lambda: target(op, iteration), iteration)
 
 
 class _Slices(Algorithm):

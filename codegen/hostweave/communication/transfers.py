@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 
+from hostweave.communication.dataflow import Dataflow, LoopIteration, Values
 from hostweave.communication.library_collectives import collectives_on
 from hostweave.communication.one_sided_collectives import OneSidedCollectives
 from hostweave.communication.packing import TermReduction, contiguous_source, copied, group, packed_destination, packed_source, temporary
-from hostweave.communication.steps import Dataflow, LoopSteps, Values
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import step_of
@@ -66,20 +66,20 @@ def needs_equal_blocks(source: TensorType, target: TensorType, mesh: Mesh, trans
     return not transport.carries >= MESSAGES and any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
 
 
-def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, steps: LoopSteps | None) -> None:
+def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: MakesBuffer, dst: MakesBuffer, iteration: LoopIteration | None) -> None:
     source, target = flow.types[op.tensors[0]], op.result.type
     apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
     blocks = op[BLOCKS]
-    if steps is None and blocks.is_cheaper_to_broadcast:  # In a loop, broadcasts would serialise the ranks of the two meshes.
+    if iteration is None and blocks.is_cheaper_to_broadcast:  # In a loop, broadcasts would serialise the ranks of the two meshes.
         _broadcast(b, source.mesh, target.mesh, blocks, src, dst)
         return
     to_send, to_receive = _cuts(flow, op)
     distance = blocks.distance(source.mesh_in(flow.mesh).size) if apart else None
     with b.on(source.mesh):
-        sent = _blocks_to_send(b, src(), blocks, to_send, steps)
+        sent = _blocks_to_send(b, src(), blocks, to_send, iteration)
         if apart:
             b.emit(_send(b, sent, blocks, to_send, distance))
-    with b.on(target.mesh), _blocks_to_receive(b, dst, blocks, to_receive, steps) as landing:
+    with b.on(target.mesh), _blocks_to_receive(b, dst, blocks, to_receive, iteration) as landing:
         recv = _recv(b, landing, blocks, to_receive, distance)
         if apart:
             b.emit(recv)
@@ -140,11 +140,11 @@ def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
         return None, None
 
     def cuts(value: Value, counts: tuple[int, ...]) -> Cuts:
-        parts = [
+        sizes = [
             Size(1, (LocalSize(own.size, own.axes, value.type.mesh),)) if dim.is_uneven(flow.uneven) and count > 1 and own.axes else held
             for dim, own, held, count in zip(dims, value.type.dims, flow.local(value).shape, counts, strict=True)
         ]
-        return tuple(map(Cut, counts, parts))
+        return tuple(map(Cut, counts, sizes))
 
     return cuts(source, op[BLOCKS].sent), cuts(target, op[BLOCKS].received)
 
@@ -165,27 +165,27 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
                 b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))
 
 
-def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> str:
+def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, iteration: LoopIteration | None) -> str:
     """Contiguous memory with the blocks of `src` in order."""
-    in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)
-    in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
+    in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), iteration)
+    in_order = b.memory_of(packed_source(b, in_order, cuts, iteration) if cuts else in_order)
     # Outside of loops, sends and recvs may be posted outside of the `on` body, where the views of the body are not visible.
-    return in_order if steps is not None or b.is_memory(in_order) else copied(b, in_order, None)
+    return in_order if iteration is not None or b.is_memory(in_order) else copied(b, in_order, None)
 
 
 @contextmanager
-def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: LoopSteps | None) -> Iterator[str]:
+def _blocks_to_receive(b: Builder, dst: MakesBuffer, blocks: Transfer, cuts: Cuts | None, iteration: LoopIteration | None) -> Iterator[str]:
     """Yields contiguous memory for the blocks of `dst()` in order. On exit, copies the blocks to `dst()` if needed."""
     by_block = dst() if cuts else _cut(b, dst(), blocks.received)
     if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):
         yield b.memory_of(by_block)
         return
-    landing = temporary(b, by_block, steps)
+    landing = temporary(b, by_block, iteration)
     yield landing
     if cuts is None:
         b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # The `on` body with the first view may have ended.
         return
-    with packed_destination(b, dst(), steps) as target:
+    with packed_destination(b, dst(), iteration) as target:
         b.emit(ir.Unpack(landing, target, cuts))
 
 

@@ -10,18 +10,18 @@ from hostweave.types.size import CeilDiv, Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
 
-def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
+def with_reached(program: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
     """Keeps `in_window` only for parameters that peers access, in this program or in called functions."""
-    named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
-    for i in tree.walk(part.body):
+    named = [name for i in tree.walk(program.body) for name in tree.names(i, "remote_read", "remote_write")]
+    for i in tree.walk(program.body):
         for function in tree.names(i, "call"):
             pairs = zip(tree.names(i, "read"), functions[function].inputs, strict=True)
             named += [name for name, parameter in pairs if parameter.in_window]
-    roots = roots_of(part.body, named)
+    roots = roots_of(program.body, named)
     inputs, outputs = (
-        tuple(replace(p, in_window=p.in_window and p.name in roots) for p in parameters) for parameters in (part.inputs, part.outputs)
+        tuple(replace(p, in_window=p.in_window and p.name in roots) for p in parameters) for parameters in (program.inputs, program.outputs)
     )
-    return replace(part, inputs=inputs, outputs=outputs)
+    return replace(program, inputs=inputs, outputs=outputs)
 
 
 def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
@@ -35,13 +35,13 @@ def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instructio
     """Yields the allocation of a window that has the same size on all ranks. If ranks need different sizes, also yields views. The last
     view, `name`, is the part that this rank needs."""
     count, mesh = product(type.shape), b.present_mesh
-    shared = [part for part in count.factors if isinstance(part, LocalSize)]
-    parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}
-    if not parts:
+    shared = [local for local in count.factors if isinstance(local, LocalSize)]
+    largest: dict[Factor, Size] = {local: Size(1, (CeilDiv(local.size, local.ranks_in(mesh)),)) for local in shared}
+    if not largest:
         yield ir.AllocateWindow(name, type)
         return
     window, own = b.name(f"{name}_window"), b.name(f"{name}_elements")
-    yield ir.AllocateWindow(window, BufferType(type.dtype, (count.replaced(parts),)))
+    yield ir.AllocateWindow(window, BufferType(type.dtype, (count.replaced(largest),)))
     yield ir.Slice(own, window, 0, count, Const(0))
     yield ir.Reshape(name, own, type.shape)
 

@@ -49,7 +49,7 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # maximum int number of iterations of a chunk loop, because some passes compare all pairs of iterations
+MAX_TRIPS = 2**12  # maximum int number of iterations of a chunk loop, because some passes compare all pairs of iterations
 CHUNKINGS = ("by_shard", "across_shards")
 ROTATIONS = ("local_first", "local_last")
 
@@ -73,13 +73,13 @@ class Stream:
         """Text for a tensor of this type: `stream(M, 8)`."""
         name = str(type.shape[self.dim])
         is_name = name.isidentifier() and sum(str(size) == name for size in type.shape) == 1
-        parts = [name if is_name else str(self.dim), self.chunks, self.chunking, self.algorithm]
-        return f"stream({', '.join(str(part) for part in parts if part is not None)})"
+        words = [name if is_name else str(self.dim), self.chunks, self.chunking, self.algorithm]
+        return f"stream({', '.join(str(word) for word in words if word is not None)})"
 
     def too_many(self, size: Size) -> str:
         """Error text if a dim of this size gives too many iterations, or ""."""
-        steps = self.chunks if self.chunks is not None else int(size) if size.is_int else 0
-        return f"{steps} steps are more than {MAX_STEPS}, the most that a loop can have; give fewer chunks" if steps > MAX_STEPS else ""
+        trips = self.chunks if self.chunks is not None else int(size) if size.is_int else 0
+        return f"{trips} iterations are more than {MAX_TRIPS}, the maximum of a loop; give fewer chunks" if trips > MAX_TRIPS else ""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Op:
 class ChunkLoop:
     """A loop over the chunks of a dim. Each iteration computes one chunk of every op.
 
-    - `steps`: number of iterations. If `drops_dim`, a chunk is one index of the dim, or of each shard, and no loop value has the dim.
+    - `trips`: number of iterations. If `drops_dim`, a chunk is one index of the dim, or of each shard, and no loop value has the dim.
     - `chunking`: `by_shard` (chunk i is block i of the global dim) or `across_shards` (chunk i has slice i of every shard).
     - `rotation`, in a loop by shard: a rank computes its own block first (`local_first`), last (`local_last`), or in the common order
       (None).
@@ -174,7 +174,7 @@ class ChunkLoop:
     """
 
     ops: tuple[Op, ...]
-    steps: Size
+    trips: Size
     drops_dim: bool
     chunking: str
     rotation: str | None = None
@@ -195,7 +195,7 @@ class ChunkLoop:
     def __str__(self) -> str:
         """Text: `loop 8 chunks by_shard local_first {`, the ops, and `}`."""
         of = f"of %{self.gathered}" if self.gathered else ""
-        words = ("loop", str(self.steps), "indices" if self.drops_dim else "chunks", self.chunking, self.rotation, of, "{")
+        words = ("loop", str(self.trips), "indices" if self.drops_dim else "chunks", self.chunking, self.rotation, of, "{")
         return "\n".join((" ".join(filter(None, words)), *(f"  {op}" for op in self.ops), "}"))
 
 

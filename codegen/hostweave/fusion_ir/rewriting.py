@@ -53,7 +53,7 @@ def without_loops(fusion: Fusion) -> Fusion:
     """Replaces chunk loops by streams, from which `choose_overlap` forms loops again. Ops of a loop over a gathered value get no stream."""
 
     def streamed(op: Op, loop: ChunkLoop) -> Op:
-        given, chunks = op.result.walked, None if loop.drops_dim else int(loop.steps)
+        given, chunks = op.result.walked, None if loop.drops_dim else int(loop.trips)
         stream = None if loop.gathered else replace(given, chunks=chunks, chunking=loop.chunking)
         return replace(op, result=replace(op.result, stream=stream))
 
@@ -121,8 +121,8 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
     """The traced program on another mesh with the same axes. Raises ProgramError if a tensor names ranks by number."""
-    if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
-        why = f"%{parts[0].name} is on {parts[0].type.mesh}, which names ranks by number"
+    if on_ranks := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
+        why = f"%{on_ranks[0].name} is on {on_ranks[0].type.mesh}, which names ranks by number"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")
     return map_functions(without_loops(fusion), lambda body: replace(body, mesh=mesh))
 

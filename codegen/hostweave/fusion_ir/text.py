@@ -81,14 +81,14 @@ def _parse_loop(reader: Reader, known: set[str], op: Callable[[], Op]) -> ChunkL
             reader.fail(f"expected {' or '.join(words)}, found {reader.found()}")
         return reader.take()
 
-    steps, drops_dim, chunking = reader.size(), one_of(("chunks", "indices")) == "indices", one_of(CHUNKINGS)
+    trips, drops_dim, chunking = reader.size(), one_of(("chunks", "indices")) == "indices", one_of(CHUNKINGS)
     rotation = reader.take() if reader.peek() in ROTATIONS else None
     gathered = _parse_use(reader, known) if reader.accept("of") else ""
     reader.expect("{")
     ops = [op()]
     while not reader.accept("}"):
         ops.append(op())
-    return ChunkLoop(tuple(ops), steps, drops_dim, chunking, rotation, gathered)
+    return ChunkLoop(tuple(ops), trips, drops_dim, chunking, rotation, gathered)
 
 
 def parse_op(
@@ -157,19 +157,19 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
         dim = type.dim(int(axis) if axis.isdigit() and len(axis) < 4 else axis)
     except ValueError as error:
         reader.fail(str(error), at)
-    chunks = step = by = None
+    chunks = chunking = by = None
     while reader.accept(","):
         word = reader.peek()
         if word.isdigit() and chunks is None:
             chunks = reader.integer()
-        elif word in CHUNKINGS and step is None:
-            step = reader.take()
+        elif word in CHUNKINGS and chunking is None:
+            chunking = reader.take()
         elif word.isidentifier() and word not in CHUNKINGS and by is None:
             by = reader.take()
         else:
             reader.fail(f"expected a number of chunks, {', '.join(CHUNKINGS)} or an algorithm, once each, found {reader.found()}")
     reader.expect(")")
-    return Stream(dim, chunks, step, by)
+    return Stream(dim, chunks, chunking, by)
 
 
 def _parse_attribute(reader: Reader) -> AttributeValue:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.unchanged import fact
-from hostweave.fusion_ir.ir import CHUNKINGS, MAX_STEPS, ROTATIONS, ChunkLoop, Fusion, MeshAxes, Op
+from hostweave.fusion_ir.ir import CHUNKINGS, MAX_TRIPS, ROTATIONS, ChunkLoop, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, EACH, INDEX, LAGGED, SOURCES, VALUE
 from hostweave.fusion_ir.ops.calls import is_gathered_by_call, is_repeat
@@ -191,23 +191,23 @@ def _verify_stream(op: Op, in_loop: bool) -> None:
 
 def _verify_loops(fusion: Fusion) -> None:
     for loop in (item for item in fusion.body if isinstance(item, ChunkLoop)):
-        if why := _wrong_steps(loop, fusion) or (_wrong_gather(loop, fusion) if loop.gathered else ""):
+        if why := _wrong_loop(loop, fusion) or (_wrong_gather(loop, fusion) if loop.gathered else ""):
             raise ProgramError(f"loop of %{loop.ops[0].result.name}: {why}", loop.ops[0].location)
 
 
-def _wrong_steps(loop: ChunkLoop, fusion: Fusion) -> str:
+def _wrong_loop(loop: ChunkLoop, fusion: Fusion) -> str:
     first, values = loop.ops[0], fusion.values()
     dim, types = first.result.walked.dim, [first.result.type, *(values[name].type for name in first.tensors if first.kind in RESHARDS)]
     size, shards = types[0].shape[dim], max(type.mesh_in(fusion.mesh).size_of(type.dims[dim].axes) for type in types)
     for value, known in ((loop.chunking, CHUNKINGS), (loop.rotation, (None, *ROTATIONS))):
         if value not in known:
             return f"{value!r} is not one of {', '.join(filter(None, known))}"
-    if loop.steps.is_int and not 1 <= int(loop.steps) <= MAX_STEPS:
-        return f"it has {loop.steps} steps; use 1 to {MAX_STEPS}"
+    if loop.trips.is_int and not 1 <= int(loop.trips) <= MAX_TRIPS:
+        return f"it has {loop.trips} iterations; use 1 to {MAX_TRIPS}"
     if loop.drops_dim:
         wanted = size if loop.chunking == "by_shard" else size // shards
-        return "" if loop.steps == wanted else f"it has {loop.steps} steps for {wanted} indices; write {wanted} indices"
-    return "" if loop.steps.is_int else f"its number of chunks, {loop.steps}, is not an int; write an int"
+        return "" if loop.trips == wanted else f"it has {loop.trips} iterations for {wanted} indices; write {wanted} indices"
+    return "" if loop.trips.is_int else f"its number of chunks, {loop.trips}, is not an int; write an int"
 
 
 def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
@@ -216,7 +216,7 @@ def _wrong_gather(loop: ChunkLoop, fusion: Fusion) -> str:
     if gather is None or gather.kind != "all_gather" or not gather.result.is_async or not OPS[loop.ops[0].kind].is_plain_product:
         return f"%{loop.gathered} is not an async all_gather whose shards a matmul reads"
     ranks = fusion.mesh.size_of(step_of(gather).axes)
-    return "" if loop.steps == Size(ranks) else f"it has {loop.steps} steps; write one per shard, {ranks}"
+    return "" if loop.trips == Size(ranks) else f"it has {loop.trips} iterations; write one per shard, {ranks}"
 
 
 def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh) -> None:

@@ -86,7 +86,7 @@ class Product:
 
     def _fastest(self, machine: Machine) -> tuple[float, float, float]:
         """(seconds, thread blocks, seconds of computation) with the fastest tiles."""
-        return min(self._in_tiles(machine, *tile, parts) for tile in self.tiles for parts in self.splits)
+        return min(self._in_tiles(machine, *tile, splits) for tile in self.tiles for splits in self.splits)
 
     def _moved(self, machine: Machine) -> float:
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
@@ -96,16 +96,16 @@ class Product:
         """One of `chunks` equal parts of the matmul. Splits the rows if `rows`, otherwise the columns."""
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
 
-    def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> tuple[float, float, float]:
+    def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, splits: int) -> tuple[float, float, float]:
         """(seconds, thread blocks, seconds of computation) for tiles of m x n. `fast` is the relative speed of the tiles.
 
-        If `parts` > 1, `parts` thread blocks compute f32 partial sums of one tile (split-K). A second kernel adds the partial sums. A few
+        If `splits` > 1, `splits` thread blocks compute f32 partial sums of one tile (split-K). A second kernel adds the partial sums. A few
         thread blocks do not saturate the memory, except in the kernel for few rows.
         """
-        blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts
+        blocks = self.count * ceil(self.rows / m) * ceil(self.columns / n) * splits
         waves = ceil(blocks / machine.multiprocessors)
-        work = 2 * m * n * self.inner / parts * machine.multiprocessors / (machine.flops * self.rate * fast)
-        added = machine.launch + 8 * parts * self.count * self.rows * self.columns / machine.memory if parts > 1 else 0.0
+        work = 2 * m * n * self.inner / splits * machine.multiprocessors / (machine.flops * self.rate * fast)
+        added = machine.launch + 8 * splits * self.count * self.rows * self.columns / machine.memory if splits > 1 else 0.0
         computed = waves * (work + machine.wave * sqrt(m * n / (128 * 256)))
         if self.is_of_few_rows:
             return max(computed + added, self._moved(machine)), blocks, computed + added

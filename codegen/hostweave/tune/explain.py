@@ -26,10 +26,10 @@ def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
     `host`."""
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
-    parts = {part.name: part for part in bodies(host)}
+    programs = {each.name: each for each in bodies(host)}
     for body in (*fusion.functions, fusion):
         chosen = {choice.value: choice for choice in host.choices if choice.function == body.name}
-        lines_of_body = [f"  {line}" for line in (*_lines(body, chosen, options, in_kernels), *_split(parts[body.name]))]
+        lines_of_body = [f"  {line}" for line in (*_lines(body, chosen, options, in_kernels), *_split(programs[body.name]))]
         lines += [f"@{body.name}", *lines_of_body] if lines_of_body else []
     return "\n".join(lines) + "\n"
 
@@ -105,17 +105,17 @@ def _makes_scores(op: Op, later: Sequence[Op], types: Mapping[str, TensorType]) 
     return False
 
 
-def _split(part: ir.HostProgram) -> Iterator[str]:
-    uses = def_use(part)
-    for i in tree.walk(part.body):
+def _split(program: ir.HostProgram) -> Iterator[str]:
+    uses = def_use(program)
+    for i in tree.walk(program.body):
         if rest_sizes := getattr(i, "rest", ()):
             (a, b, *_), (name,) = tree.names(i, "read"), tree.names(i, "write")
             (rows, terms), columns = uses.types[a].shape[-2:], uses.types[b].shape[-1]
             for _ in filter(None, rest_sizes[1:]):  # Each split dim of the result adds a slice.
                 (name,) = tree.names(uses.views[name].instruction, "alias")
             words = zip((terms, rows, columns), rest_sizes, ("terms", "rows", "columns"), strict=True)
-            parts = (f"{size} and {rest} {word}" for size, rest, word in words if rest)
-            yield f"%{name} = matmul: split into {', and '.join(parts)}, because unaligned matmuls are slower"
+            counts = (f"{size} and {rest} {word}" for size, rest, word in words if rest)
+            yield f"%{name} = matmul: split into {', and '.join(counts)}, because unaligned matmuls are slower"
 
 
 def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> str:
@@ -144,7 +144,7 @@ def _how(op: Op, loop: ChunkLoop | None, choice: Choice | None, candidate: Candi
             text = f"overlapped with other ops on a separate stream by {by}{by_shards}"
         return f"{text}{times_of(choice)}"
     if loop and (algorithm := op.result.walked.algorithm):
-        return f"{_loop(Alternative(algorithm, 0 if loop.drops_dim else int(loop.steps), 0.0), options)}, as the program states"
+        return f"{_loop(Alternative(algorithm, 0 if loop.drops_dim else int(loop.trips), 0.0), options)}, as the program states"
     return f"{alone}: {_why_not(loop, candidate, options, hidden)}"
 
 

@@ -9,7 +9,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.communication.algorithms import choosable
 from hostweave.communication.cost import Overlap, by_collective, by_copies
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Alternative, Choice
-from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
+from hostweave.fusion_ir.ir import MAX_TRIPS, Fusion, Op
 from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
 from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import ORDER
@@ -189,7 +189,7 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
     length, rest = divmod(candidate.size.bind(sizes), candidate.shards)
     for algorithm in choosable(op.kind, options, candidate.is_even):
         for chunks in algorithm.chunks(candidate.ranks):
-            if length and not rest and length % chunks == 0 and chunks <= (candidate.ranks if keys else MAX_STEPS):
+            if length and not rest and length % chunks == 0 and chunks <= (candidate.ranks if keys else MAX_TRIPS):
                 found.append(Alternative(algorithm.name, chunks, _micros(algorithm.seconds(overlap, machine, chunks))))
     return tuple(sorted(found, key=lambda one: one.micros))
 

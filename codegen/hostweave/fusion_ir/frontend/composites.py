@@ -255,7 +255,7 @@ def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
             raise ProgramError.here(f"quantize: {BLOCK} does not divide dim {i} of [{', '.join(map(str, shape))}]; pad it")
     if scaling == "block2d" and len(shape) != 2:
         raise ProgramError.here(f"quantize: [{', '.join(map(str, shape))}] has {len(shape)} dims, and block2d needs 2; use hw.reshape")
-    return tuple(part for i, size in enumerate(shape) for part in ((size // BLOCK, Size(BLOCK)) if i in blocked else (size,)))
+    return tuple(each for i, size in enumerate(shape) for each in ((size // BLOCK, Size(BLOCK)) if i in blocked else (size,)))
 
 
 # --- positions --------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         raise fail(f"is out of range; bounds go from -{whole} to {whole}")
     if least >= most:
         raise fail(f"is empty{'' if (stop - start).is_int else f' for a large {whole}'}; take at least one element")
-    taken = _steps(start, stop, whole, step)
+    taken = _length(start, stop, whole, step)
     if taken == whole and step == 1:
         return x
     first = int(start) if start.is_int else key.start
@@ -104,7 +104,7 @@ def _if_large(size: Size) -> Fraction:
     return size.estimate(lambda atom: LARGE_SIZE if isinstance(atom, str) else atom.bind(dict.fromkeys(atom.size.symbols, LARGE_SIZE)))
 
 
-def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
+def _length(start: Size, stop: Size, whole: Size, step: int) -> Size:
     """Number of indices from `start` to before `stop`, by `step`."""
     length = stop - start
     if length.is_int:

@@ -171,8 +171,8 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
     """
     lengths = tuple(_size_of(size, "dynamic_slice") for size in sizes)
     for axis, start in _cut_dims(x, starts, lengths, "dynamic_slice"):
-        steps = record("iota", target=TensorType(i64, (Dim(lengths[axis]),)), beside=x)
-        x = record("take", x, _aligned(start + steps, x.ndim, axis), hw.iota(x, axis, i64), axis=axis)
+        offsets = record("iota", target=TensorType(i64, (Dim(lengths[axis]),)), beside=x)
+        x = record("take", x, _aligned(start + offsets, x.ndim, axis), hw.iota(x, axis, i64), axis=axis)
     return x
 
 

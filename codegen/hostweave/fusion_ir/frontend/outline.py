@@ -54,11 +54,11 @@ def loops(trace: _Trace, outputs: Sequence[Tensor], donated: Sequence[str]) -> I
     for begin, end, period in _regions(list(map(_key, ops))):
         starts = (at for at in range(begin, min(begin + period, end - MIN_BODIES * period + 1)) if _may_begin(ops[at]))
         for at in sorted(starts, key=lambda at: -((end - at) // period)):
-            places = range(at, end - period + 1, period)
-            bodies = [tuple(ops[at : at + period]) for at in places]
+            begins = range(at, end - period + 1, period)
+            bodies = [tuple(ops[at : at + period]) for at in begins]
             # The first bodies rule out most of the possible starts.
-            if used.isdisjoint(range(at, places[-1] + period)) and finder.loop(bodies[:3]) and (loop := finder.loop(bodies)):
-                used.update(range(at, places[-1] + period))
+            if used.isdisjoint(range(at, begins[-1] + period)) and finder.loop(bodies[:3]) and (loop := finder.loop(bodies)):
+                used.update(range(at, begins[-1] + period))
                 yield loop
                 break
 
@@ -90,11 +90,11 @@ def _regions(keys: Sequence[object]) -> Iterator[tuple[int, int, int]]:
     """Maximal regions with a period, as (begin, end, period). Shorter periods come first."""
     number: dict[object, int] = {}
     row = [number.setdefault(key, len(number)) for key in keys]
-    places: dict[int, list[int]] = {}
+    positions: dict[int, list[int]] = {}
     for at, key in enumerate(row):
-        places.setdefault(key, []).append(at)
+        positions.setdefault(key, []).append(at)
     # A body may have an op twice, so the distance to the second next op counts, too.
-    apart = Counter(b - a for of in places.values() for step in (1, 2) for a, b in zip(of, of[step:], strict=False))
+    apart = Counter(b - a for found in positions.values() for ahead in (1, 2) for a, b in zip(found, found[ahead:], strict=False))
     for period in sorted(distance for distance, times in apart.items() if distance > 1 and times >= MIN_BODIES - 1):
         differ = [at for at in range(len(row) - period) if row[at] != row[at + period]]
         for before, after in pairwise((-1, *differ, len(row) - period)):
@@ -242,7 +242,7 @@ class _LoopFinder:
     def is_cut(self, loop: PythonLoop) -> bool:
         """True if no kernel, and no communication that overlaps with other work, would cross the border between two bodies."""
         facts: dict[int | Column, _ValueFacts] = {c: _ValueFacts(varies=c in loop.carried, differs=len({*c}) > 1) for c in loop.parameters}
-        body, read_first, steps = loop.bodies[1], set[int](), set[int]()  # steps: large ops and communications
+        body, read_first, large = loop.bodies[1], set[int](), set[int]()  # large ops, and communications
         for at, op in enumerate(body):
             given, columns = [facts[operand] for operand in loop.operands[at]], enumerate(loop.operands[at])
             carried = {number: loop.carried[column] for number, column in columns if not isinstance(column, int) and column in loop.carried}
@@ -255,7 +255,7 @@ class _LoopFinder:
             if carried and (_only_moves(op) or not moved.isdisjoint(carried)):
                 return False  # An argument of a function is contiguous, and in no window, as communication in chunks needs.
             if not made.varies and not _only_moves(op):
-                if made.differs and self.is_part_of_reader(op):
+                if made.differs and self.joins_reader(op):
                     continue
                 return False  # All calls would compute an equal value, or a separate kernel could run in the previous iteration.
             if not made.is_after_large:
@@ -263,17 +263,17 @@ class _LoopFinder:
                     return False  # A kernel of the previous iteration could compute this op too.
                 read_first.update(carried.values())
             if moved or reduces or _is_large(op):
-                steps.add(at)
+                large.add(at)
                 made.needed.add(at)
-            made.needed.update(step for fact in given for step in fact.needed)
+            made.needed.update(number for fact in given for number in fact.needed)
             made.is_after_large |= _is_large(op)
             linear, terms = OPS[op.kind].linear, [fact.is_term for fact in given]
             is_linear = bool(linear and terms) and (all(terms) if linear == "terms" else any(terms))
             made.is_term = (reduces or is_linear) and not op.result.pinned
-        complete = {at for at in loop.results if facts[at].needed == steps and not facts[at].is_term}
+        complete = {at for at in loop.results if facts[at].needed == large and not facts[at].is_term}
         return read_first <= complete and all(self.is_stored(body[at]) for at in loop.results)
 
-    def is_part_of_reader(self, op: Op) -> bool:
+    def joins_reader(self, op: Op) -> bool:
         """True for a pointwise op of which one kernel reads the result, and therefore computes it."""
         users = self.users[op.result.name]
         return bool(OPS[op.kind].cpp) and len(users) == 1 and users[0] is not None and not _may_begin(users[0])

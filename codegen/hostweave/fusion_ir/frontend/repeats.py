@@ -50,7 +50,7 @@ class _Rewriting:
         self.name_of: dict[Column, str] = {}  # names of groups and stacks
         self.same: dict[str, str] = {}  # value -> value that replaces it
         self.functions: dict[str, Fusion] = {}
-        self.parts: list[Op] = []  # slices of tensors; each call reads one index of a slice
+        self.slices: list[Op] = []  # slices of tensors; each call reads one index of a slice
 
     def depth(self, calls: int) -> Size:
         """Number of calls as a size: symbolic if it is the length of a parameter group, otherwise an int."""
@@ -66,7 +66,7 @@ class _Rewriting:
         for run in self.found.runs:
             self.pin(run)
             self.take_as_given(run)
-            self.take_parts(run)
+            self.take_slices(run)
         ops = self.sorted_ops(inputs, outputs)
         return replace(self.before, inputs=tuple(inputs), body=ops, outputs=outputs, donated=donated, returned=groups)
 
@@ -146,15 +146,15 @@ class _Rewriting:
             reshards.append(Op("reshard", (inputs[at].name,), replace(value, pinned=True), location=run.calls[0].location))
         self.functions[function.name] = replace(function, inputs=tuple(inputs), body=(*reshards, *function.body))
 
-    def take_parts(self, run: CallRun) -> None:
+    def take_slices(self, run: CallRun) -> None:
         """If the calls read consecutive indices of a tensor, adds a slice with these indices."""
         for column in run.each.values():
-            if column not in self.found.stacks and column not in self.name_of and self.found.is_part(column):
+            if column not in self.found.stacks and column not in self.name_of and self.found.is_slice(column):
                 first = self.found.selects[column[0]]
                 self.name_of[column] = claim_unique(f"{first.tensors[0]}_of_{run.function.name}", self.taken)
                 result = Value(self.name_of[column], stacked(first.result.type, self.depth(len(column))))
                 given = attributes(axis=0, start=first[INDEX], step=1)
-                self.parts.append(Op("slice", first.tensors, result, given, first.location))
+                self.slices.append(Op("slice", first.tensors, result, given, first.location))
 
     def type_in_group(self, run: CallRun, operand: int) -> TensorType | None:
         """Type of one tensor of the parameter group that an operand reads, or None."""
@@ -165,8 +165,8 @@ class _Rewriting:
         """The ops, with each run replaced by a repeat, in the original order as far as operands allow."""
         run_of = {name: run for run in self.found.runs for names in (run.key, *run.results) for name in names if name}
         for run in self.found.runs:
-            self.place(run, outputs)
-        units: list[Op | CallRun] = [*self.parts]
+            self.enter_elements(run, outputs)
+        units: list[Op | CallRun] = [*self.slices]
         for op in self.before.ops:
             name = op.result.name
             if name in run_of:
@@ -191,7 +191,7 @@ class _Rewriting:
                 raise Unfit(next(unit.key for unit in units if isinstance(unit, CallRun)))
         return eliminate_dead_code(ops, outputs)
 
-    def place(self, run: CallRun, outputs: tuple[str, ...]) -> None:
+    def enter_elements(self, run: CallRun, outputs: tuple[str, ...]) -> None:
         for column, (of, _, _) in self.outputs.items():
             if of is run:
                 self.element |= {name: (self.name_of[column], number) for number, name in enumerate(column)}

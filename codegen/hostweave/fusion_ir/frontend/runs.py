@@ -194,9 +194,9 @@ class Runs:
         return ()
 
     def is_stack(self, column: Column) -> bool:
-        return column in self.stacks or self.is_part(column)
+        return column in self.stacks or self.is_slice(column)
 
-    def is_part(self, column: Column) -> bool:
+    def is_slice(self, column: Column) -> bool:
         """True if the values of the column are at consecutive indices of the outermost dim of one tensor, and this dim is unsharded."""
         ops = [self.selects[name] for name in column if name in self.selects]
         source = ops[0].tensors[0] if ops else ""

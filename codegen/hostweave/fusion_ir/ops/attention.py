@@ -208,13 +208,13 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
         if not blocks:
             return compute(np, (q, k, *others), scale, masks)[index]
         columns = k.shape[-2]
-        step, end = -(-columns // blocks), columns if masks.from_end else 0
+        size, end = -(-columns // blocks), columns if masks.from_end else 0
         results = []
         for block in range(blocks):
-            of_block = slice(block * step, (block + 1) * step)
+            of_block = slice(block * size, (block + 1) * size)
             own = replace(
                 masks,
-                diagonal=None if masks.diagonal is None else masks.diagonal + end - block * step,
+                diagonal=None if masks.diagonal is None else masks.diagonal + end - block * size,
                 from_end=False,
                 lengths=None if lengths is None else lengths[block],
                 bias=masks.bias[..., of_block] if masks.bias is not None else None,
@@ -284,9 +284,9 @@ def why_composed(query: TensorType, value: TensorType) -> str:
     if not 3 <= len(query.dims) <= 4:
         return "it has more than one leading dim"
     heads = query.shape[-1], value.shape[-1]
-    step = 1 if query.dtype == f32 else 8  # cuDNN, for f16 and bf16, reads 16 bytes at once
-    if not all(size.is_int and int(size) % step == 0 and int(size) <= MAX_HEAD for size in heads):
-        multiples = f" that are multiples of {step}" if step > 1 else ""
+    multiple = 1 if query.dtype == f32 else 8  # cuDNN, for f16 and bf16, reads 16 bytes at once
+    if not all(size.is_int and int(size) % multiple == 0 and int(size) <= MAX_HEAD for size in heads):
+        multiples = f" that are multiples of {multiple}" if multiple > 1 else ""
         return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are not ints{multiples}, up to {MAX_HEAD}"
     return ""
 

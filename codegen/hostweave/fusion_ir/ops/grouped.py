@@ -78,22 +78,22 @@ def groups_of(starts: Any, ends: Any, first: int, rows: int) -> list[tuple[int, 
 
 def multiplied(np: Any, x: Any, w: Any, starts: Any, ends: Any, first: int = 0) -> Any:
     """NumPy reference of grouped_matmul. Rows outside of all groups are zeros."""
-    parts, last = [], 0
+    products, last = [], 0
     for e, (start, end) in enumerate(groups_of(starts, ends, first, x.shape[0])):
         if start < end:
-            parts += [np.zeros((start - last, w.shape[2]), x.dtype), np.matmul(x[start:end], w[e])]
+            products += [np.zeros((start - last, w.shape[2]), x.dtype), np.matmul(x[start:end], w[e])]
             last = end
-    return np.concatenate([*parts, np.zeros((x.shape[0] - last, w.shape[2]), x.dtype)], 0)
+    return np.concatenate([*products, np.zeros((x.shape[0] - last, w.shape[2]), x.dtype)], 0)
 
 
 def summed(np: Any, x: Any, y: Any, starts: Any, ends: Any, first: int = 0) -> Any:
     """NumPy reference of grouped_outer. The products of empty groups are zeros."""
     empty = np.zeros((1, x.shape[1], y.shape[1]), x.dtype)
-    parts = [
+    products = [
         np.matmul(np.swapaxes(x[start:end], 0, 1), y[start:end])[None] if start < end else empty
         for start, end in groups_of(starts, ends, first, x.shape[0])
     ]
-    return np.concatenate([*parts, empty[:0]], 0)
+    return np.concatenate([*products, empty[:0]], 0)
 
 
 def _batched(function: Callable[..., Any]) -> Callable[..., Any]:

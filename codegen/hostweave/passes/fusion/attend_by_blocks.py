@@ -61,19 +61,19 @@ class _Attending(BlockWriter):
         gather, (query, *_) = keys.keys, keys.attention.tensors
         stream = gather.result.walked
         assert stream.chunks is not None
-        parts = [each.tensors[0] for each in keys.gathers]
-        last = len(self.types[parts[0]].dims) - 1
-        packed = self.make("concat", *parts, how=attributes(axis=last), word="kv")
+        operands = [each.tensors[0] for each in keys.gathers]
+        last = len(self.types[operands[0]].dims) - 1
+        packed = self.make("concat", *operands, how=attributes(axis=last), word="kv")
         dims = (*gather.result.type.dims[:-1], self.types[packed].dims[-1])
         gathered = Value(gather.result.name, replace(gather.result.type, dims=dims), stream)
         self.emit(replace(gather, operands=(packed,), result=gathered))
 
-        def part(word: str, start: int, like: TensorType) -> str:
+        def sliced(word: str, start: int, like: TensorType) -> str:
             how = attributes(axis=last, start=start, step=1)
             return self.make("slice", gathered.name, how=how, word=word, like=like, stream=Stream(keys.dim, stream.chunks))
 
-        key = part("keys", 0, keys.keys.result.type)
-        value = part("values", int(self.types[key].shape[-1]), keys.values.result.type)
+        key = sliced("keys", 0, keys.keys.result.type)
+        value = sliced("values", int(self.types[key].shape[-1]), keys.values.result.type)
         how, of_blocks = (*keys.attention.attributes, *attributes(blocks=stream.chunks)), Stream(0, stream.chunks)
         blocks = self.make("attention", query, key, value, how=how, word="blocks", stream=of_blocks)
         return blocks, self.make("attention_lse", query, key, how=how, word="lse", stream=of_blocks)

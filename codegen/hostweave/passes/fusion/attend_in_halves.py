@@ -76,11 +76,11 @@ class _Halving(OpRewriter):
         at = len(self.types[name].dims) + dim
         by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank", of=name)
         pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces", name)
-        halves = zip(self.parts(pieces, at + 1, "piece", name), ("first_rows", "second_rows"), strict=True)
+        halves = zip(self.selected(pieces, at + 1, "piece", name), ("first_rows", "second_rows"), strict=True)
         first, second = (self.reshaped(half, at, 2, (self.half,), word, name) for half, word in halves)
         return first, second
 
-    def parts(self, name: str, axis: int, word: str, of: str = "") -> Iterator[str]:
+    def selected(self, name: str, axis: int, word: str, of: str = "") -> Iterator[str]:
         for index, number in enumerate(("first", "second")):
             yield self.make("select", name, how=attributes(axis=axis, index=index), word=f"{number}_{word}", of=of)
 
@@ -104,7 +104,7 @@ class _Halving(OpRewriter):
         """Sums the gradients of the keys or values. The rows of the first op attend only to the first half of the keys."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
-        low, high = self.parts(halves, at, "half")
+        low, high = self.selected(halves, at, "half")
         self.finish("concat", self.make("add", low, first), high, how=attributes(axis=at))
 
     def finish(self, kind: str, *sources: str, how: Attributes) -> None:

@@ -20,8 +20,8 @@ from hostweave.base.errors import OverlapWarning, ProgramError, did_you_mean
 from hostweave.base.unchanged import replaced
 from hostweave.communication.algorithm import Algorithm
 from hostweave.communication.algorithms import NAMES, algorithms_of
-from hostweave.communication.chunk_loops import parts, shards
-from hostweave.communication.steps import Dataflow
+from hostweave.communication.chunk_loops import even_loops, shards
+from hostweave.communication.dataflow import Dataflow
 from hostweave.fusion_ir.ir import CHUNKINGS, ChunkLoop, Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import BLOCKS
@@ -80,19 +80,19 @@ class _Choice:
             why = f"there is no algorithm={stream.algorithm!r}; {did_you_mean(stream.algorithm, NAMES)}"
             raise ProgramError(f"stream of %{root.result.name}: {why}", root.location)
         members = self.members(root, stream.dim, through_gathers=False)
-        step, by = self.communicate(root, stream, members)
-        if step == "across_shards":
+        chunking, by = self.communicate(root, stream, members)
+        if chunking == "across_shards":
             members = self.members(root, stream.dim, through_gathers=True)
-            step, by = self.communicate(root, replace(stream, chunking=step), members)
+            chunking, by = self.communicate(root, replace(stream, chunking=chunking), members)
         if why := next(filter(None, map(self.shared_unevenly, members)), ""):
             self.warn(root, f"{why}, so no loop is formed; pad the dim so that the split is even")
             return
         rotation = next((by[m.name].rotation for m in members if m.name in by), None)
         if not by:
-            step, rotation = self.compute(root, stream)
+            chunking, rotation = self.compute(root, stream)
             self.warn_of_gathers_before(members[0])
         for member in members:
-            self.streams[member.name] = Stream(member.dim, stream.chunks, step, by[member.name].name if member.name in by else None)
+            self.streams[member.name] = Stream(member.dim, stream.chunks, chunking, by[member.name].name if member.name in by else None)
             self.rotations[member.name] = rotation
         self.joined[root.result.name] = members[1:]
 
@@ -186,12 +186,12 @@ class _Choice:
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Algorithm]]:
         """Chunking of the loop, and algorithm of each reshard. Both are empty if the loop has no communication."""
         possible = {m.name: (m.change.kind, self.algorithms(m, m.change, stream)) for m in members if m.change and m.communicates}
-        for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
-            fitting = {name: [one for one in algorithms if one.chunking == step] for name, (_, algorithms) in possible.items()}
+        for chunking in (stream.chunking,) if stream.chunking else CHUNKINGS:
+            fitting = {name: [one for one in algorithms if one.chunking == chunking] for name, (_, algorithms) in possible.items()}
             by = {name: next((one for one in fits if one.name == stream.algorithm), fits[0]) for name, fits in fitting.items() if fits}
             rotations, names = {one.rotation for one in by.values()}, {one.name for one in by.values()}
             if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in names):
-                return step, by
+                return chunking, by
         is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # A process group of one rank communicates nothing.
         if possible or (stream.algorithm and not is_alone):
             self.refuse(root, stream, possible)
@@ -257,8 +257,8 @@ class _Choice:
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
-            is_in_step = made and made.chunks == stream.chunks and made.dim == indices.operand_dim(i, stream.dim)
-            if made and is_in_step and not self.types[str(name)].dims[made.dim].axes:
+            has_same_chunks = made and made.chunks == stream.chunks and made.dim == indices.operand_dim(i, stream.dim)
+            if made and has_same_chunks and not self.types[str(name)].dims[made.dim].axes:
                 yield made.chunking or "across_shards", self.rotations[str(name)]
 
     def shared_unevenly(self, member: _Member) -> str:
@@ -326,8 +326,8 @@ class _Loops:
         stream, drops_dim = op.result.walked, op.result.walked.chunks is None
         size, chunking = op.result.type.dims[stream.dim].size, stream.chunking or "across_shards"
         indices = size if chunking == "by_shard" else size // shards(self.flow, (op,))
-        steps = indices if stream.chunks is None else Size(stream.chunks)
-        return ChunkLoop((op,), steps, drops_dim, chunking, self.rotations[op.result.name])
+        trips = indices if stream.chunks is None else Size(stream.chunks)
+        return ChunkLoop((op,), trips, drops_dim, chunking, self.rotations[op.result.name])
 
     def joins(self, op: Op, alone: ChunkLoop, loop: ChunkLoop) -> bool:
         """True if an op can join `loop`. `alone` is the loop of the op alone."""
@@ -360,4 +360,4 @@ class _Loops:
         """True if the chunked dims of all ops have the same size, or if the chunks of each dim have equal sizes."""
         joined = replace(loop, ops=(*loop.ops, *alone.ops))
         sizes = {op.result.type.dims[op.result.walked.dim].size for op in joined.ops}
-        return len(sizes) == 1 or all(part.rows is None for each in (alone, loop, joined) for part in parts(self.flow, each))
+        return len(sizes) == 1 or all(even.rows is None for each in (alone, loop, joined) for even in even_loops(self.flow, each))

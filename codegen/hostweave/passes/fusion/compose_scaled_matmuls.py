@@ -39,10 +39,10 @@ def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Ma
     if scaling(*(type.shape for type in types)) in dict(machine.no_scales):
         return WHY_MACHINE
     (inner, columns), stream = b.local_shape(mesh), op.result.stream
-    parts = stream.chunks or 1 if stream and stream.dim == 1 else 1
-    return WHY_SIZES if any(_divides_not(size, MULTIPLE * by) for size, by in ((inner, 1), (columns, parts))) else ""
+    chunks = stream.chunks or 1 if stream and stream.dim == 1 else 1
+    return WHY_SIZES if any(_divides_not(size, MULTIPLE * by) for size, by in ((inner, 1), (columns, chunks))) else ""
 
 
-def _divides_not(size: Size, step: int) -> bool:
+def _divides_not(size: Size, multiple: int) -> bool:
     share = size.factor
-    return int(size) % step > 0 if size.is_int else isinstance(share, LocalSize) and share.size.is_int
+    return int(size) % multiple > 0 if size.is_int else isinstance(share, LocalSize) and share.size.is_int

@@ -49,8 +49,8 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
     return replaced(fusion, inputs=tuple(map(in_value, fusion.inputs)), body=tuple(map(in_op, fusion.ops)))
 
 
-def _names(step: Op, source: TensorType, program: Mesh) -> bool:
-    """True if a step, or the type of its operand, names an axis that is removed."""
+def _names(op: Op, source: TensorType, program: Mesh) -> bool:
+    """True if a reshard step, or the type of its operand, names an axis that is removed."""
     mesh = source.mesh_in(program)
-    named = {*(step[MESH_AXES].names if MESH_AXES.name in dict(step.attributes) else ()), *source.axes, *partial_axes(source)}
+    named = {*(op[MESH_AXES].names if MESH_AXES.name in dict(op.attributes) else ()), *source.axes, *partial_axes(source)}
     return any(mesh.axis_size(axis) == 1 for axis in named)

@@ -100,12 +100,12 @@ class _Joining(BlockWriter):
         if dims := self.types[lengths].dims:
             number = self.make("expand_dims", number, how=attributes(axis=tuple(range(1, 1 + len(dims)))))
         if size.is_int:
-            step: str | int = -(-int(size) // self.blocks)
+            block: str | int = -(-int(size) // self.blocks)
         else:
             last = self.make("max", self.numbers(size), how=FIRST)
-            step = self.make("floor_divide", self.make("add", last, self.blocks), self.blocks)
-        left = self.make("subtract", lengths, self.make("multiply", number, step))
-        valid = self.make("minimum", self.make("maximum", left, 0), step)
+            block = self.make("floor_divide", self.make("add", last, self.blocks), self.blocks)
+        left = self.make("subtract", lengths, self.make("multiply", number, block))
+        valid = self.make("minimum", self.make("maximum", left, 0), block)
         return valid, self.make("maximum", valid, 1)
 
     def numbers(self, size: Size) -> str:

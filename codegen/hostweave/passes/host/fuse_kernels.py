@@ -23,7 +23,7 @@ from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
 from hostweave.base.names import claim_unique
 from hostweave.base.unchanged import replaced
-from hostweave.communication.steps import expr_of
+from hostweave.communication.dataflow import expr_of
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
@@ -171,14 +171,14 @@ class Links:
 
     def path(self, name: str, start: str) -> list[tree.Instruction] | None:
         """Views from `start` to `name`. None if there is no path, or if a view omits elements of its source."""
-        steps: list[tree.Instruction] = []
+        views: list[tree.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
             if source is None or not self.uses.views[name].instruction.shows:
                 return None
-            steps.append(self.uses.views[name].instruction)
+            views.append(self.uses.views[name].instruction)
             name = source
-        return steps[::-1]
+        return views[::-1]
 
     # --- reasons why kernels are not fused ---
 
@@ -192,9 +192,9 @@ class Links:
         made = {self.root(dst) for dst in dsts}
         for other in others:
             i = self.instruction(other)
-            parts = (self.roots(i, "write") - self.roots(i, "read")) & made
-            if parts and not tree.names(i, "guard") and not self._writes_beside(other, producer):
-                return f"%{min(parts)} is written in parts"
+            partly = (self.roots(i, "write") - self.roots(i, "read")) & made
+            if partly and not tree.names(i, "guard") and not self._writes_beside(other, producer):
+                return f"%{min(partly)} is written in parts"
         others = [other for other in others if self.roots(self.instruction(other), "read") & made]
         launches = [other for other in others if other in self.launches]
         if not launches:

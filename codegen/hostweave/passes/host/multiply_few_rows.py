@@ -29,7 +29,7 @@ from dataclasses import replace
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import claim_unique
-from hostweave.communication.steps import expr_of
+from hostweave.communication.dataflow import expr_of
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree

@@ -69,16 +69,16 @@ def _child_of_block(place: Place, uses: DefUse) -> Place:
 
 def _is_distinct(index: Expr, loop: tree.Instruction, uses: DefUse) -> bool:
     """True if an index has a different value in every iteration of a loop, on every rank."""
-    (step_index,), index = tree.names(loop, "index"), with_leaves(index, lambda leaf: _resolved(leaf, uses))
-    if index == Var(step_index):
+    (loop_index,), index = tree.names(loop, "index"), with_leaves(index, lambda leaf: _resolved(leaf, uses))
+    if index == Var(loop_index):
         return True
     if loop.trips is None or not loop.trips.is_int:
         return False
-    steps, mesh = range(int(loop.trips)), uses.program.mesh
+    iterations, mesh = range(int(loop.trips)), uses.program.mesh
     try:
         value = compiled(index, {})
         ranks = [{f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes} for rank in mesh.all_ranks]
-        return all(len({value({**rank, step_index: step}) for step in steps}) == len(steps) for rank in ranks)
+        return all(len({value({**rank, loop_index: iteration}) for iteration in iterations}) == len(iterations) for rank in ranks)
     except KeyError:  # The index depends on a value that is unknown here, such as a size.
         return False
 

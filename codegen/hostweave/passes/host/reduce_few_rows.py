@@ -13,7 +13,7 @@ The kernel is not added if the stated sizes give many rows. For constant sizes, 
 from dataclasses import replace
 
 from hostweave.analysis.def_use import Place
-from hostweave.communication.steps import expr_of
+from hostweave.communication.dataflow import expr_of
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, COUNT, KEEPDIMS

@@ -38,11 +38,11 @@ IN_KERNELS: dict[type, type[ir.LaunchExchange]] = {
 
 
 def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    parts = bodies(program)
-    beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
+    programs = bodies(program)
+    beside = any(place.stream and isinstance(place.instruction, ir.Communication) for body in programs for place in def_use(body).places)
     if options.transport != "auto" or options.figures.no_peers or beside or program.has_signals:
         return program
-    return on_each_body(program, lambda part: _Reducing(part, options).program())
+    return on_each_body(program, lambda body: _Reducing(body, options).program())
 
 
 def _block(i: ir.FromTo) -> str:

@@ -89,14 +89,14 @@ class _Turns:
 
     def on_one_stream(self, body: tree.Body) -> tree.Body:
         """Adds one turn around all communications of `in_turn`, or turns inside conditions and bodies of disjoint ranks."""
-        places = [k for k, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
-        if not places:
+        positions = [k for k, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
+        if not positions:
             return body
-        first, last = places[0], places[-1]
+        first, last = positions[0], positions[-1]
         alone = body[first]
         if first == last and alone.condition_of_body:  # The turn is inside, because a branch without communication need not wait.
             return (*body[:first], tree.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
-        if tree.are_on_disjoint_ranks([body[k] for k in places]):  # A rank need not wait for instructions of other ranks.
+        if tree.are_on_disjoint_ranks([body[k] for k in positions]):  # A rank need not wait for instructions of other ranks.
             return tuple(tree.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)

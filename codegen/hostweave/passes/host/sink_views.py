@@ -34,11 +34,11 @@ def _shared(body: tree.Body) -> tree.Body:
     always = {name for i in _run_always(body) for name in tree.names(i, "view")}
     names: dict[str, str] = {}
     before: dict[int, tree.Body] = {}
-    for viewed, places in made.items():
-        (first, at), *_ = places.items()
-        if (body[at].trips or len({*places.values()}) > 1) and not always.isdisjoint(places):
-            names |= dict.fromkeys(places, first)
-            at = _first_place(at, body, ())
+    for viewed, positions in made.items():
+        (first, at), *_ = positions.items()
+        if (body[at].trips or len({*positions.values()}) > 1) and not always.isdisjoint(positions):
+            names |= dict.fromkeys(positions, first)
+            at = _first_position(at, body, ())
             before[at] = (*before.get(at, ()), tree.with_names(viewed, {"": first}, "view"))
     if not names:
         return body
@@ -67,7 +67,7 @@ def _sunk(body: tree.Body) -> tree.Body:
     lines: _Lines = []
     for i in reversed(_shared(body)):
         if tree.names(i, "view"):
-            _place(i, lines)
+            _insert(i, lines)
         else:
             lines.insert(0, _line(tree.with_bodies(i, _sunk)))
     return tuple(instruction for instruction, _ in lines)
@@ -81,7 +81,7 @@ def _line(i: tree.Instruction) -> _WithUses:
     return i, {name for inner in tree.walk((i,)) for name in tree.names(inner, "read", "write", "alias")}
 
 
-def _place(view: tree.Instruction, lines: _Lines) -> None:
+def _insert(view: tree.Instruction, lines: _Lines) -> None:
     (out,) = tree.names(view, "view")
     users = (k for k, (_, uses) in enumerate(lines) if out in uses)
     at = next(users, 0)
@@ -89,10 +89,10 @@ def _place(view: tree.Instruction, lines: _Lines) -> None:
     if has_bodies and next(users, None) is None and (inside := _inside(view, lines[at][0])):
         lines[at] = _line(inside)
         return
-    lines.insert(_first_place(at, [i for i, _ in lines[: at + 1]], ("view",)), _line(view))
+    lines.insert(_first_position(at, [i for i, _ in lines[: at + 1]], ("view",)), _line(view))
 
 
-def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
+def _first_position(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
     """Index at which to insert an instruction before `at`. Skips preceding instructions with a role in `before`. If `at` is a loop, also
     skips preceding forks and records."""
     is_loop = bool(body) and body[at].trips is not None
@@ -111,7 +111,7 @@ def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction 
 
     def placed(body: tree.Body) -> tree.Body:
         lines = [_line(i) for i in body]
-        _place(view, lines)
+        _insert(view, lines)
         return tuple(instruction for instruction, _ in lines)
 
     asks_for_rank = any(isinstance(leaf, Coordinate | Rank) for expr in tree.expressions(view) for leaf in leaves(expr))

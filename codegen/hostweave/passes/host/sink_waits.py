@@ -31,12 +31,12 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
     running: dict[str, list[tree.Instruction]] = {}  # work of each stream since its last join
     # Joins that move down, each with the work for which the join waits.
     waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []
-    place = 0  # position in `result` at which the waiting joins will be inserted
+    position = 0  # index in `result` at which the waiting joins will be inserted
     for instruction in body:
         communicates = any(isinstance(i, ir.Communication) for i in tree.walk((instruction,)))
         # If the body has issued no work for a join, the join orders communications after work of the caller.
         if any(_orders(instruction) or uses.conflict(issued, [instruction]) or (communicates and not issued) for _, issued in waiting):
-            result[place:place] = [join for join, _ in waiting]
+            result[position:position] = [join for join, _ in waiting]
             waiting = []
         for block in tree.walk((instruction,)):
             for pool in tree.names(block, "stream"):
@@ -48,8 +48,8 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
             instruction = tree.with_bodies(instruction, lambda inner: _sunk(inner, uses))
         result.append(instruction)
         if not waiting or instruction.calls:
-            place = len(result)
-    result[place:place] = [join for join, _ in waiting]
+            position = len(result)
+    result[position:position] = [join for join, _ in waiting]
     return tuple(result)
 
 

@@ -52,17 +52,17 @@ def _by_ranks(loop: tree.Instruction) -> tree.Body | None:
     if loop.trips is None or not tree.names(block := tree.bodies(loop)[0][-1], "stream"):
         return None
     before, (body,) = tree.bodies(loop)[0][:-1], tree.bodies(block)
-    parts, others = [i for i in body if i.ranks], [*before, *(i for i in body if not i.ranks)]
+    on_bodies, others = [i for i in body if i.ranks], [*before, *(i for i in body if not i.ranks)]
     has_coordinates = any(isinstance(leaf, Coordinate) for i in others for expr in tree.expressions(i) for leaf in leaves(expr))
-    if len(parts) < 2 or has_coordinates or not all(map(_only_names, others)) or not tree.are_on_disjoint_ranks(parts):
+    if len(on_bodies) < 2 or has_coordinates or not all(map(_only_names, others)) or not tree.are_on_disjoint_ranks(on_bodies):
         return None
 
-    def alone(part: tree.Instruction) -> tree.Instruction:
-        own = tuple(inner for i in body if i is part or not i.ranks for inner in (tree.bodies(i)[0] if i is part else (i,)))
+    def alone(on_body: tree.Instruction) -> tree.Instruction:
+        own = tuple(inner for i in body if i is on_body or not i.ranks for inner in (tree.bodies(i)[0] if i is on_body else (i,)))
         needed = tree.eliminate_dead_code((*before, tree.with_bodies(block, lambda _: own)), NAMES)
-        return tree.with_bodies(part, lambda _: (tree.with_bodies(loop, lambda _: needed),))
+        return tree.with_bodies(on_body, lambda _: (tree.with_bodies(loop, lambda _: needed),))
 
-    return tuple(map(alone, parts))
+    return tuple(map(alone, on_bodies))
 
 
 def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
@@ -102,8 +102,8 @@ class _Ahead:
 
     def halves(self, body: tree.Body) -> tuple[tree.Body, tree.Body] | None:
         """Splits before the first computation between two communications. None if no split is possible."""
-        places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
-        last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
+        positions = [position for position, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
+        last = next((a for a, b in pairwise(positions) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
         if last is None or any(tree.names(i, "allocate", "free") for i in body):
             return None
         first, then = body[: last + 1], body[last + 1 :]

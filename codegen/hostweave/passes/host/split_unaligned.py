@@ -30,12 +30,12 @@ def split_unaligned(program: ir.HostProgram, options: Options) -> ir.HostProgram
 
     def split(i: tree.Instruction) -> tree.Body | None:
         found = unaligned(i, types, options.figures)
-        return tuple(_parts(found, {**types}, taken)) if found and not found.pitched and found.gain > 0 else None
+        return tuple(_matmuls(found, {**types}, taken)) if found and not found.pitched and found.gain > 0 else None
 
     return replaced(program, body=tree.rewrite(program.body, split))
 
 
-def _parts(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> Iterator[tree.Instruction]:
+def _matmuls(found: Unaligned, types: dict[str, BufferType], taken: set[str]) -> Iterator[tree.Instruction]:
     """Splits off the remaining indices of each unaligned dim, one dim at a time."""
     matmul = found.matmul
     for dim in found.dims:

@@ -116,5 +116,5 @@ class _Rows:
 
 
 def _aligned(type: BufferType) -> Size:
-    step = ALIGNMENT_BYTES // type.dtype.itemsize
-    return Size(-(-int(type.shape[-1]) // step) * step)
+    multiple = ALIGNMENT_BYTES // type.dtype.itemsize
+    return Size(-(-int(type.shape[-1]) // multiple) * multiple)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from hostweave.communication.steps import Dataflow
+from hostweave.communication.dataflow import Dataflow
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, communicates
 from hostweave.host_ir import ir, tree

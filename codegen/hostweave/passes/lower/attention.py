@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from hostweave.base.errors import ProgramError
+from hostweave.communication.dataflow import Dataflow, LoopIteration, expr_of, rank_in_group
 from hostweave.communication.packing import branch, contiguous_source, packed_destination
-from hostweave.communication.steps import Dataflow, LoopSteps, expr_of, rank_in_group
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BIAS_GRADIENT, BOTTOM_RIGHT, COUNTS, GRADIENTS, is_by_kernels, kernels_for, masks_of
 from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, PIECES, REVERSED, SCALE, WINDOW
@@ -48,30 +48,30 @@ class Attentions:
         self.beside = _computed_beside(flow.fusion.ops)
         self.done = {op.result.name for others in self.beside.values() for op in others.values()}
 
-    def compute(self, op: Op, steps: LoopSteps | None) -> None:
+    def compute(self, op: Op, iteration: LoopIteration | None) -> None:
         if op.result.name in self.done:
             return  # Another op's instruction writes this result.
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
-        if steps:
-            self.block(op, made, steps)
+        if iteration:
+            self.block(op, made, iteration)
         else:
             self.at_once(op, made)
 
-    def block(self, op: Op, made: Mapping[str, Op], steps: LoopSteps) -> None:
+    def block(self, op: Op, made: Mapping[str, Op], iteration: LoopIteration) -> None:
         """Emits attention to the current block of keys. A row that sees no key of the block gets 0, and the log-sum-exp -inf. The weight of
         such a row is 0 when blocks are merged."""
         b, kernels = self.b, self.kernels(op, made)
-        q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
+        q, k, v = (self.aligned(self.buffers.operand(op, number, iteration), iteration) for number in range(3))
 
         def target(kind: str) -> str:
-            chunk = self.buffers.destination(made[kind], steps)
+            chunk = self.buffers.destination(made[kind], iteration)
             return b.reshape(chunk, b.types[chunk].shape[1:], f"{chunk}_own")
 
         result, lse = target(RESULT), target(LSE)
 
         def half(buffer: str, dim: int, which: int | None) -> str:
             at = len(b.types[buffer].shape) + dim
-            name = buffer.removesuffix("_own").removesuffix(f"_{steps.index.name}")
+            name = buffer.removesuffix("_own").removesuffix(f"_{iteration.index.name}")
             return buffer if which is None else b.chunk(buffer, at, Const(which), Size(2), f"{name}_half")
 
         def attend(seen: Seen | None) -> None:
@@ -90,8 +90,8 @@ class Attentions:
         rank = rank_in_group(self.flow.mesh_of(op), self.flow.types[op.tensors[0]].dims[-2].axes)
         before, after = (Seen(columns=0), Seen(rows=1)) if op[PIECES] else (Seen(), None)
 
-        of_others = partial(branch, b, steps.owned_by.less(rank), partial(attend, before), partial(attend, after))
-        branch(b, steps.owned_by.equals(rank), partial(attend, Seen(diagonal=Const(0))), of_others)
+        of_others = partial(branch, b, iteration.owned_by.less(rank), partial(attend, before), partial(attend, after))
+        branch(b, iteration.owned_by.equals(rank), partial(attend, Seen(diagonal=Const(0))), of_others)
 
     def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
         if op[PIECES]:
@@ -117,17 +117,17 @@ class Attentions:
         }
         with ExitStack() as copies:
 
-            def target(kind: str, like: str, is_packed: bool = False, step: int = ALIGNMENT) -> str:
+            def target(kind: str, like: str, is_packed: bool = False, alignment: int = ALIGNMENT) -> str:
                 if kind not in made:
                     return self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[like].dtype, self.b.types[like].shape))
                 whole = own(self.buffers.buffer_of(made[kind].result.name))
-                is_left = self.is_aligned(whole, step) and not is_packed
+                is_left = self.is_aligned(whole, alignment) and not is_packed
                 return whole if is_left else copies.enter_context(packed_destination(self.b, whole, None))
 
             if op.kind in GRADIENTS:
                 q, k, v, o, gradient = map(self.source, operands[:5])
                 lse, (dq, dk, dv) = self.buffers.contiguous(operands[5]), map(target, GRADIENTS, (q, k, v))
-                dbias = (target(BIAS_GRADIENT, q, step=1),) if BIAS_GRADIENT in made else ()
+                dbias = (target(BIAS_GRADIENT, q, alignment=1),) if BIAS_GRADIENT in made else ()
                 self.b.emit(ir.AttentionBackward(q, k, v, o, gradient, lse, op[SCALE], dq, dk, dv, dbias, **masks))
             else:
                 q, k, v = map(self.source, (*operands, operands[1])[:3])
@@ -141,16 +141,16 @@ class Attentions:
         is_needed = any(is_by_kernels(each, *types) for each in made.values())
         return kernels_for(q.dtype, max(int(q.shape[-1]), int(v.shape[-1]))) if is_needed else ""
 
-    def source(self, name: str, step: int = ALIGNMENT) -> str:
-        return self.aligned(self.buffers.buffer_of(name), None, step)
+    def source(self, name: str, alignment: int = ALIGNMENT) -> str:
+        return self.aligned(self.buffers.buffer_of(name), None, alignment)
 
-    def aligned(self, buffer: str, steps: LoopSteps | None, step: int = ALIGNMENT) -> str:
-        return buffer if self.is_aligned(buffer, step) else contiguous_source(self.b, buffer, steps)
+    def aligned(self, buffer: str, iteration: LoopIteration | None, alignment: int = ALIGNMENT) -> str:
+        return buffer if self.is_aligned(buffer, alignment) else contiguous_source(self.b, buffer, iteration)
 
-    def is_aligned(self, buffer: str, step: int = ALIGNMENT) -> bool:
-        """True if each row is contiguous, and rows of 16-bit elements begin at multiples of `step` elements."""
+    def is_aligned(self, buffer: str, alignment: int = ALIGNMENT) -> bool:
+        """True if each row is contiguous, and rows of 16-bit elements begin at multiples of `alignment` elements."""
         *outer, last = strides_of(self.b.types[buffer])
-        return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % step == 0 for stride in outer))
+        return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % alignment == 0 for stride in outer))
 
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """Last column that a row sees, minus the index of the row. None without a causal mask.

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
-from hostweave.communication.steps import Dataflow, LoopSteps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
+from hostweave.communication.dataflow import Dataflow, LoopIteration, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, CONTRACTED, HIGH, INDEX, LOW, ORDER, START, STEP
@@ -23,7 +23,7 @@ class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
         self.by_value: dict[str, str] = {}  # value -> buffer or view that contains the whole value
-        self.by_step: dict[str, str] = {}  # value that only one loop uses -> buffer with a chunk for each iteration
+        self.by_iteration: dict[str, str] = {}  # value that only one loop uses -> buffer with a chunk for each iteration
         self.chunks: dict[str, str] = {}  # result of a view op in a loop -> view of the current chunk
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
@@ -71,73 +71,73 @@ class Buffers:
                 return self.b.permute(view.src, view.order, source)
             return self.b.reshape(view.src, view.shape, source)
 
-    def operand(self, op: Op, number: int, steps: LoopSteps | None) -> str:
+    def operand(self, op: Op, number: int, iteration: LoopIteration | None) -> str:
         """Buffer that an op reads: the current chunk if the loop splits the operand, otherwise the whole operand. The buffer broadcasts to
         the result's chunk like the operand to the result."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
-        if steps is None or stream is None:
+        if iteration is None or stream is None:
             return self.buffer_of(name)
         dim, keeps = self.flow.map(op).operand_dim(number, stream.dim), keeps_dim(op)
         if dim is not None:
-            return self.chunk(name, dim, steps, keeps)
+            return self.chunk(name, dim, iteration, keeps)
         # The contracted dims of a matmul are merged into one.
         buffer, rank = self.buffer_of(name), len(self.flow.types[name].dims) - (op[CONTRACTED] - 1)
         position = stream.dim - (len(op.result.type.dims) - rank)
         if keeps:
             position = rank - 2  # Shards of M or N are stacked before the matrix.
-        if steps.splits(op.result, stream.dim) and position > 0:
+        if iteration.splits(op.result, stream.dim) and position > 0:
             shape = self.b.types[buffer].shape
             return self.b.reshape(buffer, (*shape[:position], Size(), *shape[position:]), f"{name}_stacked")
-        if steps.drops_dim and not keeps and position >= 0:
+        if iteration.drops_dim and not keeps and position >= 0:
             with self.b.hoisted():
-                return self.b.drop(buffer, position, f"{name}_{steps.index.name}")
+                return self.b.drop(buffer, position, f"{name}_{iteration.index.name}")
         return buffer
 
-    def operands(self, op: Op, steps: LoopSteps | None) -> list[str]:
-        return [self.operand(op, number, steps) for number, operand in enumerate(op.operands) if isinstance(operand, str)]
+    def operands(self, op: Op, iteration: LoopIteration | None) -> list[str]:
+        return [self.operand(op, number, iteration) for number, operand in enumerate(op.operands) if isinstance(operand, str)]
 
-    def destination(self, op: Op, steps: LoopSteps | None) -> str:
+    def destination(self, op: Op, iteration: LoopIteration | None) -> str:
         value, stream = op.result, op.result.stream
-        if steps is None or stream is None:
+        if iteration is None or stream is None:
             return self.buffer_of(value.name)
-        self.take_chunks(op, steps)
-        return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
+        self.take_chunks(op, iteration)
+        return self.chunk(value.name, stream.dim, iteration, keeps_dim(op))
 
-    def take_chunks(self, op: Op, steps: LoopSteps) -> None:
+    def take_chunks(self, op: Op, iteration: LoopIteration) -> None:
         """Allocates a buffer of chunks for a value that only one loop uses, if chunks of the whole value would be strided."""
         value, stream = op.result, op.result.walked
-        is_new = value.name not in self.by_value and value.name not in self.by_step
+        is_new = value.name not in self.by_value and value.name not in self.by_iteration
         if is_new and value.name in self.placement.within_loops:
-            shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
-            splits = steps.splits(value, stream.dim)
+            shape = chunk_shape(iteration, self.flow.mesh, value, stream.dim)
+            splits = iteration.splits(value, stream.dim)
             if splits or any(size != Size() for size in self.flow.local(value).shape[: stream.dim]):
                 if splits:  # Collectives need contiguous chunks, with the shards along the first dim.
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
-                self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
+                self.by_iteration[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (iteration.count, *shape)))
 
-    def chunk(self, name: str, dim: int, steps: LoopSteps, keeps: bool = False) -> str:
+    def chunk(self, name: str, dim: int, iteration: LoopIteration, keeps: bool = False) -> str:
         """Chunk of a value in one iteration. If `keeps`, the chunk has the dim `dim` even if this dim has a single index."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
-            self.view(self.flow.made[name], steps)
+            self.view(self.flow.made[name], iteration)
         if name in self.chunks:
             return self.chunks[name]
-        if name in self.by_step:
-            wanted = f"{name}_{steps.index.name}"
-            view = self.b.select(self.by_step[name], 0, steps.block, wanted)
-            if steps.splits(value, dim):  # Chunks with several shards are stored with the shards along the first dim.
+        if name in self.by_iteration:
+            wanted = f"{name}_{iteration.index.name}"
+            view = self.b.select(self.by_iteration[name], 0, iteration.block, wanted)
+            if iteration.splits(value, dim):  # Chunks with several shards are stored with the shards along the first dim.
                 rank = len(self.b.types[view].shape)
                 view = self.b.permute(view, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{wanted}_in_order")
-            shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps), self.flow.mesh, value, dim)
+            shape = chunk_shape(replace(iteration, drops_dim=iteration.drops_dim and not keeps), self.flow.mesh, value, dim)
             return self.b.reshape(view, shape, wanted)
         with self.b.hoisted():
             buffer = self.buffer_of(name)
-            if steps.splits(value, dim):
-                self.b.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{name}_shards")
-        return chunk(self.b, steps, buffer, value, dim, keeps)
+            if iteration.splits(value, dim):
+                self.b.split(buffer, dim, Size(iteration.shards_in(value, dim)), f"{name}_shards")
+        return chunk(self.b, iteration, buffer, value, dim, keeps)
 
-    def view(self, op: Op, steps: LoopSteps | None) -> None:
+    def view(self, op: Op, iteration: LoopIteration | None) -> None:
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
@@ -145,16 +145,16 @@ class Buffers:
         if source in self.placement.by_shards:  # The loop views the shards one by one.
             return
         is_of_chunks = not OPS[op.kind].is_reshard_step and op.kind != "permute_dims"
-        dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None
-        if steps is None or stream is None or dim is None:
+        dim = self.flow.map(op).operand_dim(0, stream.dim) if iteration and stream and is_of_chunks else None
+        if iteration is None or stream is None or dim is None:
             self.buffer_of(result.name)
             return
-        here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
+        here, wanted = self.chunk(source, dim, iteration), f"{result.name}_{iteration.index.name}"
         if OPS[op.kind].cuts:
-            shift = steps.splits(self.flow.values[source], dim) - steps.drops_dim
+            shift = iteration.splits(self.flow.values[source], dim) - iteration.drops_dim
             self.chunks[result.name] = self._cut(op, here, shift if op[AXIS] > dim else 0, wanted)
         else:
-            self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
+            self.chunks[result.name] = self.b.reshape(here, chunk_shape(iteration, self.flow.mesh, result, stream.dim), wanted)
 
     def _own_block(self, op: Op) -> str:
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
@@ -210,23 +210,23 @@ class Buffers:
 # Slices of the result of a concat or pad. Operands can be computed directly in these slices.
 
 
-def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: LoopSteps | None) -> str:
+def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, iteration: LoopIteration | None) -> str:
     """Part of `target` for operand `number`. `target` is the result of a concat or pad, or the current chunk of this result."""
     types, source = operand_types(op, flow.types), flow.values[op.tensors[0]]
     begin = OPS[op.kind].parts
     assert begin is not None
     name = f"{op.result.name}_inside" if op.kind == "pad" else f"{op.tensors[number]}_part"
     for axis, start in begin(types, op)[number].items():
-        target = b.slice(target, dim_of_chunk(axis, op, source, steps), types[number].shape[axis], expr_of(start), name)
+        target = b.slice(target, dim_of_chunk(axis, op, source, iteration), types[number].shape[axis], expr_of(start), name)
     return target
 
 
-def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: LoopSteps | None) -> Iterator[str]:
+def borders(b: Builder, flow: Dataflow, op: Op, target: str, iteration: LoopIteration | None) -> Iterator[str]:
     """Views of the borders that a pad adds. Borders along a dim omit the borders along earlier dims, so no two borders overlap."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):
-        own, dim = source.type.shape[axis], dim_of_chunk(axis, op, source, steps)
+        own, dim = source.type.shape[axis], dim_of_chunk(axis, op, source, iteration)
         if low[axis]:
             yield b.slice(target, dim, Size(low[axis]), Const(0), f"{name}_before")
         if high[axis]:

@@ -22,11 +22,11 @@ from dataclasses import replace
 
 from hostweave.communication.algorithm import Lowering
 from hostweave.communication.algorithms import find_algorithm
-from hostweave.communication.chunk_loops import LoopPart, parts, shards
+from hostweave.communication.chunk_loops import EvenLoop, even_loops, shards
 from hostweave.communication.collective import permute, take_shard
+from hostweave.communication.dataflow import Dataflow, LoopIteration, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.packing import branch, contiguous_source, copied, packed_destination
 from hostweave.communication.put import PEER_COPIES
-from hostweave.communication.steps import Dataflow, LoopSteps, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import ChunkLoop, Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, communicates
@@ -66,11 +66,11 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     beside = {op.called.name for flow in flows for op in flow.fusion.ops if is_repeat(op) and gathers_by_call(flow, op)}
     bodies = [_Lowering(flow, options, channels, windows[flow.fusion.name], beside) for flow in flows]
     streams = max((body.streams_of(item) for body in bodies for item in body.flow.fusion.body if isinstance(item, ChunkLoop)), default=1)
-    parts: dict[str, ir.HostProgram] = {}
+    lowered: dict[str, ir.HostProgram] = {}
     for body in bodies:
-        part = with_reached(body.program(streams), parts)
-        parts[part.name] = part
-    program = joined(tuple(parts.values()))
+        program = with_reached(body.program(streams), lowered)
+        lowered[program.name] = program
+    program = joined(tuple(lowered.values()))
     choices = tuple(choice for body in (*fusion.functions, fusion) for choice in body.choices)
     return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels, choices=choices)
 
@@ -110,7 +110,7 @@ class _Lowering:
         }
 
     def streams_of(self, loop: ChunkLoop) -> int:
-        count, op = loop.steps, loop.communication
+        count, op = loop.trips, loop.communication
         stated = find_algorithm(op.kind, op.result.walked.algorithm or "").max_streams if op else None
         most = stated or self.options.streams
         return min(most, self.options.streams, int(count) if count.is_int else most)
@@ -173,40 +173,40 @@ class _Lowering:
 
     def loop(self, loop: ChunkLoop) -> None:
         """Emits a chunk loop. If the chunks do not divide the rows, a second loop covers the remaining rows."""
-        known = set(self.buffers.by_step)
-        for rows in parts(self.flow, loop):
-            self.loop_over(rows, loop)
-            for name in self.buffers.by_step.keys() - known:  # The two loops have chunks of different sizes.
-                del self.buffers.by_step[name]
+        known = set(self.buffers.by_iteration)
+        for even in even_loops(self.flow, loop):
+            self.loop_over(even, loop)
+            for name in self.buffers.by_iteration.keys() - known:  # The two loops have chunks of different sizes.
+                del self.buffers.by_iteration[name]
 
-    def loop_over(self, rows: LoopPart, loop: ChunkLoop) -> None:
+    def loop_over(self, even: EvenLoop, loop: ChunkLoop) -> None:
         b, flow = self.b, self.flow
-        count = rows.count
+        count = even.count
         reached = 1 if self.streams_of(loop) == 1 else int(count) if count.is_int else self.streams
         used = reached if reached < self.streams else None
-        steps = LoopSteps(flow.mesh, Var(b.loop_index()), count, loop.drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
-        steps = replace(steps, rows=rows.rows, start=rows.start)
+        iteration = LoopIteration(flow.mesh, Var(b.loop_index()), count, loop.drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
+        iteration = replace(iteration, rows=even.rows, start=even.start)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
         b.hoists_views = len(meshes) == 1
         with b.on(meshes.pop() if b.hoists_views else None):
-            self.lowering = lowering = self.reshards.begin_loop(loop, steps)
+            self.lowering = lowering = self.reshards.begin_loop(loop, iteration)
             if lowering:
                 lowering.begin()
             with b.looped() as body:
                 if lowering and loop.by_block:
-                    steps = replace(steps, owner=lowering.owner(steps))
+                    iteration = replace(iteration, owner=lowering.owner(iteration))
                 if lowering:
-                    lowering.before_step(steps)
+                    lowering.before_iteration(iteration)
                 with b.nested() as on_stream:
                     for op in loop.ops:
-                        self.op(op, steps)
+                        self.op(op, iteration)
                 b.location = loop.ops[-1].location
-                b.emit(ir.OnStream(RING, Const(0) if reached == 1 else steps.index, tuple(on_stream)))
+                b.emit(ir.OnStream(RING, Const(0) if reached == 1 else iteration.index, tuple(on_stream)))
                 if lowering:
-                    lowering.after_step(steps)
+                    lowering.after_iteration(iteration)
             b.emit(ir.Fork(RING, used))
-            b.emit(ir.For(steps.index.name, count, tuple(body)))
+            b.emit(ir.For(iteration.index.name, count, tuple(body)))
             if lowering:
                 lowering.end()
             b.emit(ir.Join(RING, used))
@@ -222,30 +222,30 @@ class _Lowering:
             self.asynchronous.wait_for(name)
         axes, mesh = step_of(gather).axes, self.flow.mesh
         ranks, view = mesh.size_of(axes), self.flow.made[weights]
-        steps = LoopSteps(mesh, Var(b.loop_index()), loop.steps, loop.drops_dim, ranks, uneven=self.flow.uneven)
+        iteration = LoopIteration(mesh, Var(b.loop_index()), loop.trips, loop.drops_dim, ranks, uneven=self.flow.uneven)
         b.location = loop.ops[0].location
         with b.looped() as body:
-            steps = replace(steps, owner=Var(b.let("p", (rank_in_group(mesh, axes) + steps.index) % ranks)))
-            branch(b, steps.index.equals(Const(1)), lambda: self.asynchronous.wait_for(gather.result.name))
-            shard = take_shard(b, self.flow, self.buffers, gather, steps)
-            self.buffers.chunks[weights] = shard if view is gather else b.permute(shard, view[ORDER], f"{weights}_{steps.index.name}")
+            iteration = replace(iteration, owner=Var(b.let("p", (rank_in_group(mesh, axes) + iteration.index) % ranks)))
+            branch(b, iteration.index.equals(Const(1)), lambda: self.asynchronous.wait_for(gather.result.name))
+            shard = take_shard(b, self.flow, self.buffers, gather, iteration)
+            self.buffers.chunks[weights] = shard if view is gather else b.permute(shard, view[ORDER], f"{weights}_{iteration.index.name}")
             for op in loop.ops:
-                self.op(op, steps)
+                self.op(op, iteration)
         b.location = loop.ops[-1].location
-        b.emit(ir.For(steps.index.name, steps.count, tuple(body)))
+        b.emit(ir.For(iteration.index.name, iteration.count, tuple(body)))
         self.buffers.chunks.clear()
 
-    def op(self, op: Op, steps: LoopSteps | None) -> None:
+    def op(self, op: Op, iteration: LoopIteration | None) -> None:
         self.b.location = op.location
         with self.b.on(op.result.type.mesh):
             if self.flow.is_view(op):
-                self.buffers.view(op, steps)
+                self.buffers.view(op, iteration)
             elif is_gathered_by_call(op, self.flow.consumers[op.result.name]):
                 pass  # The repeat gathers one tensor for each call.
             elif self.asynchronous.takes(op):
                 self.asynchronous.run(op, lambda: self.reshards.reshard(op, None))
             elif op.kind in RESHARD_STEPS:
-                self.reshards.reshard(op, steps)
+                self.reshards.reshard(op, iteration)
             elif op.kind == "output":
                 self.buffers.buffer_of(op.result.name)  # The launch or call has written the buffer.
             elif op.callee:
@@ -258,42 +258,42 @@ class _Lowering:
                 sources = tuple(map(self.buffers.contiguous, op.tensors))
                 self.b.emit(ir.Launch(op.user_kernel.name, sources, self.targets(op, op.user_kernel.outputs)))
             elif op.kind in attention.KINDS:
-                self.attentions.compute(op, steps)
+                self.attentions.compute(op, iteration)
             else:
-                self.compute(op, steps)
+                self.compute(op, iteration)
 
-    def compute(self, op: Op, steps: LoopSteps | None) -> None:
-        sources, target = self.buffers.operands(op, steps), self.buffers.destination(op, steps)
+    def compute(self, op: Op, iteration: LoopIteration | None) -> None:
+        sources, target = self.buffers.operands(op, iteration), self.buffers.destination(op, iteration)
         if OPS[op.kind].parts and op.result.name not in self.placement.by_kernel:
-            self.assemble(op, sources, target, steps)
+            self.assemble(op, sources, target, iteration)
         else:
-            self.by_kind.get(op.kind, self.launch)(op, sources, target, steps)
+            self.by_kind.get(op.kind, self.launch)(op, sources, target, iteration)
 
-    def launch(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
+    def launch(self, op: Op, sources: Sequence[str], target: str, iteration: LoopIteration | None) -> None:
         if OPS[op.kind].updates and sources[0] in sources[1:]:  # A kernel must not read the tensor that it updates.
             x, *others = sources
-            sources = [x, *(copied(self.b, one, steps) if one == x else one for one in others)]
+            sources = [x, *(copied(self.b, one, iteration) if one == x else one for one in others)]
             names = iter(sources)
             op = replace(op, operands=tuple(next(names) if isinstance(one, str) else one for one in op.operands))
-        kernel = self.kernels.computing(self.on_chunk(op, steps), sources, target)
+        kernel = self.kernels.computing(self.on_chunk(op, iteration), sources, target)
         self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
-    def on_chunk(self, op: Op, steps: LoopSteps | None) -> Op:
+    def on_chunk(self, op: Op, iteration: LoopIteration | None) -> Op:
         """Adjusts the axes of a reduction to a chunk. A chunk may lack the dim of the loop, or have two dims instead of this dim."""
         stream = op.result.stream
-        if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
+        if AXES not in OPS[op.kind].attributes or iteration is None or stream is None:
             return op
         dim = self.flow.map(op).operand_dim(0, stream.dim)
         assert dim is not None
-        shift = steps.splits(self.flow.values[op.tensors[0]], dim) - steps.drops_dim
+        shift = iteration.splits(self.flow.values[op.tensors[0]], dim) - iteration.drops_dim
         return op.with_attribute(AXES, tuple(axis + shift if axis > dim else axis for axis in op[AXES]))
 
-    def matmul(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
+    def matmul(self, op: Op, sources: Sequence[str], target: str, iteration: LoopIteration | None) -> None:
         matrices = []
         for number, source in enumerate(sources):
-            matrix = self.matrix(op, source, number, steps)
-            matrices.append(matrix if is_matrix(self.b.types[matrix]) else contiguous_source(self.b, matrix, steps))
-        a, b, dst = self.stack_shards(op, steps, [*matrices, target])
+            matrix = self.matrix(op, source, number, iteration)
+            matrices.append(matrix if is_matrix(self.b.types[matrix]) else contiguous_source(self.b, matrix, iteration))
+        a, b, dst = self.stack_shards(op, iteration, [*matrices, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if self.lowering and op.result.name == self.lowering.adds:
 
@@ -303,15 +303,15 @@ class _Lowering:
 
             self.lowering.multiply = multiply
         elif self.b.types[dst].dtype.kind != "float":
-            b = copied(self.b, b, steps) if a == b else b  # A kernel needs different buffers as inputs.
+            b = copied(self.b, b, iteration) if a == b else b  # A kernel needs different buffers as inputs.
             self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
         elif is_matrix(self.b.types[dst]):
             self.b.emit(matmul)
         else:
-            with packed_destination(self.b, dst, steps) as packed:
+            with packed_destination(self.b, dst, iteration) as packed:
                 self.b.emit(replace(matmul, dst=packed))
 
-    def matrix(self, op: Op, source: str, number: int, steps: LoopSteps | None) -> str:
+    def matrix(self, op: Op, source: str, number: int, iteration: LoopIteration | None) -> str:
         """Merges the contracted dims of operand `number`: the last dims of operand 0, or the dims before the last dim of operand 1."""
         shape, count = self.b.types[source].shape, op[CONTRACTED]
         end = len(shape) - number
@@ -319,12 +319,12 @@ class _Lowering:
         try:
             return self.b.reshape(source, merged, f"{source}_matrix")
         except ValueError:  # No strides give this shape.
-            return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
+            return self.b.reshape(contiguous_source(self.b, source, iteration), merged, f"{source}_matrix")
 
-    def stack_shards(self, op: Op, steps: LoopSteps | None, buffers: list[str]) -> list[str]:
+    def stack_shards(self, op: Op, iteration: LoopIteration | None, buffers: list[str]) -> list[str]:
         """If a chunk has a slice of each rank's columns, moves the dim that numbers ranks before the matrix dims, as a batch dim."""
         stream = op.result.stream
-        if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
+        if iteration is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not iteration.splits(op.result, stream.dim):
             return buffers
 
         def stacked(buffer: str) -> str:
@@ -334,10 +334,10 @@ class _Lowering:
         x, w, y = buffers
         return [x, stacked(w), stacked(y)]
 
-    def scaled_matmul(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
-        self.scaled.multiply(op, sources, target, steps, self.lowering)
+    def scaled_matmul(self, op: Op, sources: Sequence[str], target: str, iteration: LoopIteration | None) -> None:
+        self.scaled.multiply(op, sources, target, iteration, self.lowering)
 
-    def grouped(self, op: Op, sources: Sequence[str], target: str, _: LoopSteps | None) -> None:
+    def grouped(self, op: Op, sources: Sequence[str], target: str, _: LoopIteration | None) -> None:
         """Emits a grouped matmul, in a loop if there are several batches. `first` is the global index of this rank's first row."""
         x, other, starts, ends = sources
         rows = self.flow.types[op.tensors[0]].dims[-2]
@@ -392,22 +392,22 @@ class _Lowering:
 
     # --- ops that copy ---
 
-    def copy(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
+    def copy(self, op: Op, sources: Sequence[str], target: str, iteration: LoopIteration | None) -> None:
         """Emits a copy. If a kernel computes the operand, emits a launch instead, because the kernel can then write both results."""
         made = self.flow.made.get(op.tensors[0])
-        if steps is None and made and OPS[made.kind].cpp and not self.flow.is_view(made):
-            self.launch(op, sources, target, steps)
+        if iteration is None and made and OPS[made.kind].cpp and not self.flow.is_view(made):
+            self.launch(op, sources, target, iteration)
         else:
             self.b.emit(ir.Copy(sources[0], target))
 
-    def collective_permute(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
+    def collective_permute(self, op: Op, sources: Sequence[str], target: str, iteration: LoopIteration | None) -> None:
         """Moves blocks between ranks. If each rank stores all blocks, each rank moves the blocks in its own memory."""
         (source,), axis, blocks = sources, op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             ranks = tuple(None if rank == NO_SOURCE else rank for rank in blocks)
-            permute(self.b, source, target, ranks, axes, steps)
+            permute(self.b, source, target, ranks, axes, iteration)
             return
-        dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Size(len(blocks))
+        dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], iteration), Size(len(blocks))
         for number, rank in enumerate(blocks):
             block = self.b.chunk(target, dim, Const(number), count, f"{target}_{number}")
             if rank == NO_SOURCE:
@@ -415,12 +415,12 @@ class _Lowering:
             else:
                 self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(rank), count, f"{source}_{rank}"), block))
 
-    def assemble(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None) -> None:
+    def assemble(self, op: Op, sources: Sequence[str], target: str, iteration: LoopIteration | None) -> None:
         """Copies operands of a concat or pad to their parts of the result, unless computed in these parts. Fills the borders of a pad."""
         for number, source in enumerate(sources):
-            block = part(self.b, self.flow, op, number, target, steps)
+            block = part(self.b, self.flow, op, number, target, iteration)
             if block != source:
                 self.b.emit(ir.Copy(source, block))
         if op.kind == "pad":
-            for border in borders(self.b, self.flow, op, target, steps):
+            for border in borders(self.b, self.flow, op, target, iteration):
                 self.b.emit(ir.Fill(border, op[VALUE]))

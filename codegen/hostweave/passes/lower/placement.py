@@ -14,7 +14,7 @@ the matmul computes %h through a view of the memory of %t, without a copy.
 
 from dataclasses import dataclass
 
-from hostweave.communication.steps import Dataflow
+from hostweave.communication.dataflow import Dataflow
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import ChunkLoop, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, operand_types

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hostweave.communication.collective import gather_one
-from hostweave.communication.steps import Dataflow, expr_of
+from hostweave.communication.dataflow import Dataflow, expr_of
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops.attributes import BACKWARD, DEPTH, EACH, INDEX
 from hostweave.fusion_ir.ops.calls import carried_by, is_gathered_by_call, lagged_by
@@ -215,8 +215,8 @@ class RepeatLowering:
             given = b.select(first, 0, at, own)
             return b.choose(index.equals(0), carried.source, before, taken), given
         if carried.keeps:
-            step, further = (expr_of(op[DEPTH]) - index, -1) if op[BACKWARD] else (index, 1)
-            return b.select(first, 0, step, taken), b.select(first, 0, step + further, own)
+            number, further = (expr_of(op[DEPTH]) - index, -1) if op[BACKWARD] else (index, 1)
+            return b.select(first, 0, number, taken), b.select(first, 0, number + further, own)
         if not others:
             return first, first
         is_even, (second,) = (index % 2).equals(0), others

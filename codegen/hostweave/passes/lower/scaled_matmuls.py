@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import partial
 
 from hostweave.communication.algorithm import Lowering
-from hostweave.communication.packing import branch, contiguous_source, packed_destination, per_step
-from hostweave.communication.steps import LoopSteps, expr_of
+from hostweave.communication.dataflow import LoopIteration, expr_of
+from hostweave.communication.packing import branch, contiguous_source, packed_destination, per_iteration
 from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.scaled import BLOCK, BLOCKS, is_composed, scaling
@@ -37,40 +37,40 @@ class ScaledMatmuls:
     def __init__(self, kernels: Kernels, b: Builder):
         self.kernels, self.b = kernels, b
 
-    def multiply(self, op: Op, sources: Sequence[str], target: str, steps: LoopSteps | None, lowering: Lowering | None) -> None:
+    def multiply(self, op: Op, sources: Sequence[str], target: str, iteration: LoopIteration | None, lowering: Lowering | None) -> None:
         """Emits a scaled matmul. A chunk with slices of several shards needs one matmul per shard."""
         buffers = [*sources, target]
         if len(self.b.types[target].shape) == 2:
-            self.multiply_matrices(op, buffers, steps, lowering)
+            self.multiply_matrices(op, buffers, iteration, lowering)
             return
         dim = op.result.walked.dim
         with self.b.loop(self.b.types[target].shape[dim]) as index:
             shards = [self.b.select(one, dim, index, f"{one}_shard") if len(self.b.types[one].shape) == 3 else one for one in buffers]
             self.multiply_matrices(op, shards, None, None)
 
-    def multiply_matrices(self, op: Op, buffers: Sequence[str], steps: LoopSteps | None, lowering: Lowering | None) -> None:
+    def multiply_matrices(self, op: Op, buffers: Sequence[str], iteration: LoopIteration | None, lowering: Lowering | None) -> None:
         a, b, scale_a, scale_b, target = buffers
         if is_composed(op):
-            self.compose(op, (a, b, scale_a, scale_b), target, steps)
+            self.compose(op, (a, b, scale_a, scale_b), target, iteration)
             return
         has_blocks = scaling(*(self.b.types[name].shape for name in buffers[:4])) == BLOCKS
         columns = self.turned(b)
-        of_b = self.turned(self.by_rows(columns, steps)), self.turned(self.scale(self.turned(scale_b), columns, has_blocks, steps))
+        of_b = self.turned(self.by_rows(columns, iteration)), self.turned(self.scale(self.turned(scale_b), columns, has_blocks, iteration))
         rows = self.b.types[a].shape[0]
 
         def direct(accumulates: bool, into: str | None = None) -> None:
-            of_a = self.by_rows(a, steps), self.scale(scale_a, a, has_blocks, steps)
+            of_a = self.by_rows(a, iteration), self.scale(scale_a, a, has_blocks, iteration)
             if accumulates or lies_along(self.b.types[target], 1):  # The verifier rejects accumulation onto rows that are not contiguous.
                 self.matmul(of_a, of_b, target, accumulates, into)
                 return
-            with packed_destination(self.b, target, steps) as packed:
+            with packed_destination(self.b, target, iteration) as packed:
                 self.matmul(of_a, of_b, packed, False)
 
         multiply: Callable[[bool, str | None], None] = direct
         takes_few = {self.b.types[name].dtype for name in (a, b)} == {f8e4m3}  # A runtime kernel multiplies few rows.
         is_few = takes_few and rows.is_int and int(rows) <= ir.FEW_SCALED_ROWS
         if has_blocks and self.b.types[scale_a].shape[0] == rows and not _is_padded(rows) and not is_few:
-            padded = multiply = self.padded(a, scale_a, of_b, target, steps)
+            padded = multiply = self.padded(a, scale_a, of_b, target, iteration)
             if not rows.is_int:
                 count = expr_of(rows)
                 over = count % PADDED * Binary(">", count, Const(ir.FEW_SCALED_ROWS)) if takes_few else count % PADDED
@@ -86,14 +86,16 @@ class ScaledMatmuls:
         result = self.b.reshape(into or target, self.b.types[target].shape, f"{into}_matrix")
         self.b.emit(ir.Matmul(a, b, result, accumulate=(target,) * accumulates, scales=(scale_a, scale_b)))
 
-    def padded(self, a: str, scale_a: str, of_b: ScaledMatrix, target: str, steps: LoopSteps | None) -> Callable[[bool, str | None], None]:
+    def padded(
+        self, a: str, scale_a: str, of_b: ScaledMatrix, target: str, iteration: LoopIteration | None
+    ) -> Callable[[bool, str | None], None]:
         """Function that emits the matmul of padded operands. Appends rows of zeros up to a multiple of PADDED rows. With one scale per part
         of a row, cuBLASLt 13.0 has no algorithm for other numbers of rows on an H100."""
         b, rows, blocks = self.b, self.b.types[a].shape[0], self.b.types[scale_a].shape[1]
         count = PADDED * rows.ceil_div(PADDED)
-        wide = per_step(self.b, f"{a}_padded", replace(b.types[a], shape=(count, b.types[a].shape[1])), steps)
-        scales = per_step(self.b, f"{scale_a}_padded", BufferType(f32, (blocks, count)), steps)
-        product = per_step(self.b, f"{target}_padded", replace(b.types[target], shape=(count, b.types[target].shape[1])), steps)
+        wide = per_iteration(self.b, f"{a}_padded", replace(b.types[a], shape=(count, b.types[a].shape[1])), iteration)
+        scales = per_iteration(self.b, f"{scale_a}_padded", BufferType(f32, (blocks, count)), iteration)
+        product = per_iteration(self.b, f"{target}_padded", replace(b.types[target], shape=(count, b.types[target].shape[1])), iteration)
 
         def multiply(accumulates: bool, into: str | None) -> None:
             for memory in (wide, scales, *[product] * accumulates):
@@ -111,60 +113,60 @@ class ScaledMatmuls:
     def turned(self, name: str) -> str:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
 
-    def by_rows(self, name: str, steps: LoopSteps | None) -> str:
+    def by_rows(self, name: str, iteration: LoopIteration | None) -> str:
         """The matrix, or a copy with contiguous rows."""
         if lies_along(self.b.types[name], 1):
             return name
-        return self.copied(name, per_step(self.b, f"{name}_by_rows", self.b.types[name], steps))
+        return self.copied(name, per_iteration(self.b, f"{name}_by_rows", self.b.types[name], iteration))
 
-    def scale(self, name: str, scaled: str, has_blocks: bool, steps: LoopSteps | None) -> str:
+    def scale(self, name: str, scaled: str, has_blocks: bool, iteration: LoopIteration | None) -> str:
         """Scales [R, C] of a matrix [M, K] in the layout of cuBLASLt: the scales themselves, or a copy. A vector of scales is contiguous.
         Scales of blocks are column-major if R is M. Otherwise each row begins at a multiple of PADDED elements."""
         type, rows = self.b.types[name], self.b.types[scaled].shape[0]
         r, c = type.shape
         if not has_blocks:
-            return name if lies_along(type, 0) else self.copied(name, per_step(self.b, f"{name}_packed", type, steps))
+            return name if lies_along(type, 0) else self.copied(name, per_iteration(self.b, f"{name}_packed", type, iteration))
         if r == rows:
             columns = self.turned(name)
             if self.b.is_contiguous(columns):
                 return name
-            return self.turned(self.copied(columns, per_step(self.b, f"{name}_by_columns", BufferType(f32, (c, r)), steps)))
+            return self.turned(self.copied(columns, per_iteration(self.b, f"{name}_by_columns", BufferType(f32, (c, r)), iteration)))
         padded = c if _is_padded(c) else PADDED * c.ceil_div(PADDED)
         if padded == c and self.b.is_contiguous(name):
             return name
-        memory = per_step(self.b, f"{name}_padded", BufferType(f32, (r, padded)), steps)
+        memory = per_iteration(self.b, f"{name}_padded", BufferType(f32, (r, padded)), iteration)
         return self.copied(name, self.b.slice(memory, 1, c, Const(0), f"{name}_in_rows"))
 
     def copied(self, src: str, dst: str) -> str:
         self.b.emit(ir.Copy(src, dst))
         return dst
 
-    def compose(self, op: Op, operands: Operands, target: str, steps: LoopSteps | None) -> None:
+    def compose(self, op: Op, operands: Operands, target: str, iteration: LoopIteration | None) -> None:
         """Emits casts, a matmul, and multiplications by the scales. Operands with scales of blocks are scaled before the matmul."""
         a, b, scale_a, scale_b = operands
         shape = self.b.types[target].shape
         has_blocks = scaling(*(self.b.types[name].shape for name in operands)) == BLOCKS
-        rows = self.widened(op, a, scale_a if has_blocks else "", steps)
-        columns = self.turned(self.widened(op, self.turned(b), self.turned(scale_b) if has_blocks else "", steps))
-        product = per_step(self.b, f"{op.result.name}_product", BufferType(f32, shape), steps)
+        rows = self.widened(op, a, scale_a if has_blocks else "", iteration)
+        columns = self.turned(self.widened(op, self.turned(b), self.turned(scale_b) if has_blocks else "", iteration))
+        product = per_iteration(self.b, f"{op.result.name}_product", BufferType(f32, shape), iteration)
         self.b.emit(ir.Matmul(rows, columns, product))
         factors = () if has_blocks else (scale_a, scale_b)
         self.launch(op, product, factors, f32, target)
 
-    def widened(self, op: Op, name: str, scale: str, steps: LoopSteps | None) -> str:
+    def widened(self, op: Op, name: str, scale: str, iteration: LoopIteration | None) -> str:
         """Emits a cast to f16, which represents all 8-bit floats exactly. With scales of blocks, emits the product of the matrix and the
         scales, in f32. Returns the new buffer."""
         type, dtype = self.b.types[name], f32 if scale else f16
         if not lies_along(type, 1):
-            return self.turned(self.widened(op, self.turned(name), scale and self.turned(scale), steps))
-        memory = per_step(self.b, f"{name}_{dtype}", BufferType(dtype, type.shape), steps)
+            return self.turned(self.widened(op, self.turned(name), scale and self.turned(scale), iteration))
+        memory = per_iteration(self.b, f"{name}_{dtype}", BufferType(dtype, type.shape), iteration)
         if not scale:
             self.launch(op, name, (), dtype, memory)
             return memory
         blocks = self.b.types[scale].shape
         pairs = zip(type.shape, blocks, strict=True)
-        split = tuple(part for size, count in pairs for part in (count, ONE if size == count else Size(BLOCK)))
-        factor = self.b.reshape(contiguous_source(self.b, scale, steps), (blocks[0], ONE, blocks[1], ONE), f"{scale}_of_blocks")
+        split = tuple(each for size, count in pairs for each in (count, ONE if size == count else Size(BLOCK)))
+        factor = self.b.reshape(contiguous_source(self.b, scale, iteration), (blocks[0], ONE, blocks[1], ONE), f"{scale}_of_blocks")
         source, result = (self.b.reshape(each, split, f"{each}_blocks") for each in (name, memory))
         self.launch(op, source, (factor,), f32, result)
         return memory

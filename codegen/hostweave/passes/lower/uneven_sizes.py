@@ -62,8 +62,8 @@ def _even_on_one_mesh(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple
     if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
         for old, new in zip(before, after, strict=True):
-            is_part = old.axes and new.axes and op.kind != "permute_shards"
-            if old.axes != new.axes and (is_part or op.result.stream):
+            is_partial = old.axes and new.axes and op.kind != "permute_shards"
+            if old.axes != new.axes and (is_partial or op.result.stream):
                 for dim in (old, new):
                     yield dim, "a stream" if op.result.stream else "a reshard over some of the axes"
     elif op.kind == "collective_permute":
