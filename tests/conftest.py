@@ -90,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not gpus():
         nvrtc.OPTIONS += quick_options()
         # On one core, the kernel files of the runtime compile faster as a whole than in parts.
-        pytest.MonkeyPatch().setattr("hostweave.build.make.parts_of", lambda name, text: [Unit(name, 1, "", text)])
+        pytest.MonkeyPatch().setattr("hostweave.build.make.units_of_runtime", lambda name, text: [Unit(name, 1, "", text)])
         for library in ("OMP", "OPENBLAS"):  # Threads of torch and NumPy would spin on the cores of other workers.
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not is_worker:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hostweave as hw
-from hostweave.base.progress import expect_steps, progress, step_done, tell
+from hostweave.base.progress import expect_tasks, progress, task_done, tell
 
 COMPILE = [sys.executable, "-m", "hostweave", "compile", "seeds:ag_matmul_p2p"]
 
@@ -39,15 +39,15 @@ def on_terminal(command: list[str], cache: Path) -> tuple[str, str]:
     return out, shown.decode()
 
 
-def test_compiling_shows_its_steps_on_a_terminal(tmp_path: Path) -> None:
+def test_compiling_shows_its_tasks_on_a_terminal(tmp_path: Path) -> None:
     out, shown = on_terminal(COMPILE, tmp_path)
-    steps = [
+    tasks = [
         (int(done), int(count)) for done, count in re.findall(r"hostweave: compiling ag_matmul_p2p: (\d+) of (\d+), \S+, [\d.]+ s", shown)
     ]
-    assert steps
-    assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
-    assert all(done <= count for done, count in steps)
-    assert steps[-1][0] == steps[-1][1]  # The last step is linking.
+    assert tasks
+    assert [done for done, _ in tasks] == list(range(1, len(tasks) + 1))
+    assert all(done <= count for done, count in tasks)
+    assert tasks[-1][0] == tasks[-1][1]  # The last task is linking.
     assert shown.endswith("\r\x1b[K")  # The line is cleared.
     assert "hostweave:" not in out
     assert on_terminal(COMPILE, tmp_path) == (out, "\r\x1b[K")  # In the second run, the program is in the cache.
@@ -58,18 +58,18 @@ def test_nothing_is_shown_where_stderr_is_piped(tmp_path: Path) -> None:
     assert run.stderr == ""
 
 
-def test_steps_of_nested_work_are_counted_with_the_outer_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_of_nested_work_are_counted_with_the_outer_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     with progress("calibrating"):
-        expect_steps(2)
-        step_done("first")
+        expect_tasks(2)
+        task_done("first")
         with progress("compiling f"):
-            expect_steps(1)
-            step_done("f.cpp")
+            expect_tasks(1)
+            task_done("f.cpp")
         tell("a line")
-        step_done("a step with a long name, " * 5)
+        task_done("a task with a long name, " * 5)
     out, shown = capsys.readouterr()
     assert out == "a line\n"
     lines = [line for line in shown.split("\r\x1b[K") if line]
@@ -78,7 +78,7 @@ def test_steps_of_nested_work_are_counted_with_the_outer_work(capsys: pytest.Cap
         "hostweave: calibrating: 2 of 3, f.cpp, 0 s",
     ]
     assert len(lines[2]) == 79
-    step_done("outside")
+    task_done("outside")
     assert capsys.readouterr().err == ""
 
 

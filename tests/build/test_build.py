@@ -22,7 +22,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.paths import RUNTIME
 from hostweave.build import cache, cuda, figures, make, toolchain
 from hostweave.build.figures import file_of, save
-from hostweave.build.nvrtc import Nvrtc, loader, parts_of, units_of
+from hostweave.build.nvrtc import Nvrtc, loader, units_of, units_of_runtime
 from hostweave.build.program import build, load, load_library
 from hostweave.build.toolchain import Library
 from hostweave.cli.main import report
@@ -125,14 +125,14 @@ def test_a_file_that_is_not_a_library(empty_cache: Path) -> None:
 def test_kernels_of_the_runtime_are_compiled_in_parts() -> None:
     for file in (RUNTIME / "attention" / "kernels" / "attention_kernels.cu", RUNTIME / "src" / "few_rows.cu"):
         text = file.read_text()
-        parts = parts_of(file.stem, text)
-        assert len({part.name for part in parts}) == len(parts) >= 4
-        for part in parts:
-            own, closing = part.text.split("\n", 1)[0], part.text.rstrip().rpartition("\n")[2]
-            assert text.splitlines()[part.line - 1] == own
+        units = units_of_runtime(file.stem, text)
+        assert len({unit.name for unit in units}) == len(units) >= 4
+        for unit in units:
+            own, closing = unit.text.split("\n", 1)[0], unit.text.rstrip().rpartition("\n")[2]
+            assert text.splitlines()[unit.line - 1] == own
             assert closing == "}  // namespace hw"
-            assert text.startswith(part.before)
-    assert [part.name for part in parts_of("one", "void f();\n")] == ["one"]
+            assert text.startswith(unit.before)
+    assert [unit.name for unit in units_of_runtime("one", "void f();\n")] == ["one"]
 
 
 def test_a_hit_renders_and_compiles_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_clear_removes_only_entries() -> None:
 
 
 def test_a_key_depends_on_all_parts_and_their_boundaries() -> None:
-    keys = {cache.key_of(*parts) for parts in (("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""))}
+    keys = {cache.key_of(*texts) for texts in (("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""))}
     assert len(keys) == 4
 
 

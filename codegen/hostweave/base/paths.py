@@ -22,4 +22,4 @@ BUILDER = PACKAGE / "build"
 HOST_IR = "program.hw"  # file with the host IR, next to the generated sources
 
 # folder of build results: libhostweave_cpu.so and the binding
-NATIVE = next((native for part in hostweave.__path__ if (native := Path(part) / "native").is_dir()), PACKAGE / "native")
+NATIVE = next((native for folder in hostweave.__path__ if (native := Path(folder) / "native").is_dir()), PACKAGE / "native")

@@ -23,7 +23,7 @@ _CLEAR = "\r\033[K"  # moves to the first column, and clears the line
 
 
 class _Line:
-    """State of the progress line: the outermost work, its start, and its steps."""
+    """State of the progress line: the outermost work, its start, and its tasks."""
 
     lock = reset_after_fork(threading.Lock())
     what, began, expected, done = "", 0.0, 0, 0
@@ -31,7 +31,7 @@ class _Line:
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Shows the progress of a `with` block. Nested blocks appear only in the log. Their steps count for the outermost block."""
+    """Shows the progress of a `with` block. Nested blocks appear only in the log. Their tasks count for the outermost block."""
     with _Line.lock:
         is_outermost = not _Line.what
         if is_outermost:
@@ -47,12 +47,12 @@ def progress(what: str) -> Iterator[None]:
                 _show("")
 
 
-def expect_steps(count: int) -> None:
+def expect_tasks(count: int) -> None:
     with _Line.lock:
         _Line.expected += count
 
 
-def step_done(name: str) -> None:
+def task_done(name: str) -> None:
     with _Line.lock:
         _Line.done += 1
         if _Line.what:

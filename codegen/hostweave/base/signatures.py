@@ -129,15 +129,13 @@ def _has_bools(value: object) -> bool:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    kind, parts = get_origin(hint) or hint, get_args(hint)
+    kind, hints = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(_fits(value, one) for one in hints)
     if kind in (tuple, list, Sequence):
-        return isinstance(value, tuple | list) and all(any(_fits(each, part) for part in parts if part is not ...) for each in value)
+        return isinstance(value, tuple | list) and all(any(_fits(each, one) for one in hints if one is not ...) for each in value)
     if kind is Mapping:
-        return isinstance(value, Mapping) and all(
-            _fits(each, part) for item in value.items() for each, part in zip(item, parts, strict=True)
-        )
+        return isinstance(value, Mapping) and all(_fits(each, one) for item in value.items() for each, one in zip(item, hints, strict=True))
     if not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False):
         return True
     if isinstance(value, bool) and kind in (int, float):
@@ -147,17 +145,17 @@ def _fits(value: object, hint: Any) -> bool:
 
 def _types_text(*hints: Any) -> str:
     """Types as text for a message: `int, str or Sequence of int`."""
-    parts = [part for hint in hints for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if part is not ...]
-    words = [_type_text(part) for part in parts]
+    kinds = (kind for hint in hints for kind in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)))
+    words = [_type_text(kind) for kind in kinds if kind is not ...]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _type_text(hint: Any) -> str:
-    kind, parts = get_origin(hint) or hint, get_args(hint)
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
     name = getattr(kind, "__name__", str(kind))
     if kind is Mapping:
-        return f"{name} of {_types_text(parts[0])} to {_types_text(parts[1])}"
-    return f"{name} of {_types_text(*parts)}" if parts and kind in (tuple, list, Sequence) else name
+        return f"{name} of {_types_text(arguments[0])} to {_types_text(arguments[1])}"
+    return f"{name} of {_types_text(*arguments)}" if arguments and kind in (tuple, list, Sequence) else name
 
 
 def _usage_of(function: Callable[..., object]) -> tuple[dict[str, inspect.Parameter], str, str]:

@@ -98,12 +98,12 @@ class _FailedBuildError(BuildError):
     """A failed build. Builds that depend on the failed build raise the same error."""
 
 
-def key_of(*parts: str) -> str:
-    return hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).hexdigest()[:16]
+def key_of(*texts: str) -> str:
+    return hashlib.sha256("".join(f"{text}\0" for text in texts).encode()).hexdigest()[:16]
 
 
-def name_of(name: str, *parts: str) -> str:
-    return f"{name[:_MAX_PREFIX]}-{key_of(name, *parts)}"
+def name_of(name: str, *texts: str) -> str:
+    return f"{name[:_MAX_PREFIX]}-{key_of(name, *texts)}"
 
 
 @cache
@@ -339,8 +339,8 @@ def opened(path: Path) -> Iterator[str]:
             if line not in (path.parent / SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
         # The loader assumes that equal paths name one library, but file descriptors are reused. So each path is spelled differently.
-        steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
-        yield f"/proc/self/fd/{''.join(steps)}{file}"
+        folders = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
+        yield f"/proc/self/fd/{''.join(folders)}{file}"
     finally:
         os.close(file)
 

@@ -22,8 +22,8 @@ _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
 
 @dataclass(frozen=True)
-class CudaPart:
-    """A header or library that a build needs, and its pip package. The path is None if the part was not found."""
+class CudaFile:
+    """A header or library that a build needs, and its pip package. The path is None if the file was not found."""
 
     name: str
     path: Path | None
@@ -33,34 +33,34 @@ class CudaPart:
 @dataclass(frozen=True)
 class Cuda:
     major: int
-    headers: tuple[CudaPart, ...]
-    libraries: tuple[CudaPart, ...]  # linked to every program
-    nvrtc: CudaPart
-    cudnn: tuple[CudaPart, CudaPart]  # header and library, for programs with attention
-    nvtx: CudaPart  # header of NVTX ranges
+    headers: tuple[CudaFile, ...]
+    libraries: tuple[CudaFile, ...]  # linked to every program
+    nvrtc: CudaFile
+    cudnn: tuple[CudaFile, CudaFile]  # header and library, for programs with attention
+    nvtx: CudaFile  # header of NVTX ranges
 
     @property
-    def missing(self) -> tuple[CudaPart, ...]:
-        return tuple(part for part in (*self.headers, *self.libraries, self.nvrtc) if part.path is None)
+    def missing(self) -> tuple[CudaFile, ...]:
+        return tuple(file for file in (*self.headers, *self.libraries, self.nvrtc) if file.path is None)
 
     def require(self) -> Cuda:
-        """Raises BuildError if a part is missing that every program needs. cuDNN and NVTX are optional."""
+        """Raises BuildError if a file is missing that every program needs. cuDNN and NVTX are optional."""
         if self.missing:
-            names = ", ".join(part.name for part in self.missing)
-            packages = " ".join(dict.fromkeys(part.package for part in self.missing))
+            names = ", ".join(file.name for file in self.missing)
+            packages = " ".join(dict.fromkeys(file.package for file in self.missing))
             raise BuildError(f"target cuda: {names} not found in the CUDA toolkit or the pip wheels; pip install {packages}")
         return self
 
     def require_cudnn(self) -> tuple[Path, Path]:
         header, library = self.cudnn
         if header.path is None or library.path is None:
-            names = ", ".join(part.name for part in self.cudnn if part.path is None)
+            names = ", ".join(file.name for file in self.cudnn if file.path is None)
             raise BuildError(f"target cuda: attention needs cuDNN, and {names} not found; pip install {library.package}")
         return header.path, library.path
 
     @property
     def include_folders(self) -> tuple[Path, ...]:
-        return tuple(dict.fromkeys(part.path.parents[part.name.count("/")] for part in (*self.headers, self.nvtx) if part.path))
+        return tuple(dict.fromkeys(file.path.parents[file.name.count("/")] for file in (*self.headers, self.nvtx) if file.path))
 
 
 def find_cuda() -> Cuda:
@@ -76,10 +76,10 @@ def _find(major: int, roots: list[Path]) -> Cuda:
     wheel = "" if major >= 13 else f"-cu{major}"
     crt = "nvidia-cuda-crt" if major >= 13 else f"nvidia-cuda-nvcc{wheel}"
 
-    def find(folders: tuple[str, ...], packages: dict[str, str]) -> Iterator[CudaPart]:
+    def find(folders: tuple[str, ...], packages: dict[str, str]) -> Iterator[CudaFile]:
         for name, package in packages.items():
             candidates_of_file = (root / folder / name for root in roots for folder in folders)
-            yield CudaPart(name, next((file for file in candidates_of_file if file.is_file()), None), package)
+            yield CudaFile(name, next((file for file in candidates_of_file if file.is_file()), None), package)
 
     headers = {
         "cuda_runtime_api.h": f"nvidia-cuda-runtime{wheel}",

@@ -12,10 +12,10 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import in_current_context
 from hostweave.base.paths import BUILDER, RUNTIME
-from hostweave.base.progress import expect_steps, step_done
+from hostweave.base.progress import expect_tasks, task_done
 from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
-from hostweave.build.nvrtc import Nvrtc, Unit, loader, parts_of, units_of
+from hostweave.build.nvrtc import Nvrtc, Unit, loader, units_of, units_of_runtime
 from hostweave.build.processes import run, within_limit
 from hostweave.build.toolchain import ENQUEUING, GLUE, LIBRARIES_FILE, MODULE_FILE, Library, Toolchain
 
@@ -44,7 +44,7 @@ def make_runtime(
     definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
     options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)
     files_to_compile = merge_sources(sources, folder)
-    units = [replace(unit, before=defines + unit.before) for file in kernels for unit in parts_of(file.stem, file.read_text())]
+    units = [replace(unit, before=defines + unit.before) for file in kernels for unit in units_of_runtime(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
         cubins = pool.map(in_current_context(cubin), units)
         run_together({_object(file): [*toolchain.compile(file, _object(file)), *options] for file in files_to_compile}, folder)
@@ -89,11 +89,11 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 def run_together(commands: Mapping[str, list[str]], folder: Path) -> None:
     """Runs the command of each output in `folder`, in parallel, with output to `build.log`. Raises BuildError if a command fails."""
 
-    expect_steps(len(commands))
+    expect_tasks(len(commands))
 
     def run_one(output: str) -> tuple[int, str]:
         result = run(commands[output], folder=folder)
-        step_done(output.removesuffix(".o"))
+        task_done(output.removesuffix(".o"))
         return result
 
     with ThreadPoolExecutor(CORES) as pool:
@@ -116,7 +116,7 @@ def _with_includes(folder: Path, text: str) -> list[str]:
     """A text and the files that it includes from the program's folder, without the text of comment lines."""
     without_comments = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', without_comments, re.M)]
-    return [without_comments, *(part for file in included if file.is_file() for part in _with_includes(folder, file.read_text()))]
+    return [without_comments, *(each for file in included if file.is_file() for each in _with_includes(folder, file.read_text()))]
 
 
 def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:

@@ -69,14 +69,14 @@ def units_of(kernels: str) -> list[Unit]:
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
 
 
-def parts_of(name: str, text: str) -> list[Unit]:
+def units_of_runtime(name: str, text: str) -> list[Unit]:
     """Splits a runtime file into units. Each unit contains the text before the line `_INSTANCES`, one paragraph after this line, and the
     last paragraph. A file without the line is one unit."""
-    before, line, instances = text.partition(_INSTANCES)
+    before, line, paragraphs = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]
-    *parts, end = instances.rstrip().split("\n\n")
-    return [Unit(f"{name}_{n}", text[: text.index(part)].count("\n") + 1, before, f"{part}\n{end}\n") for n, part in enumerate(parts)]
+    *instances, end = paragraphs.rstrip().split("\n\n")
+    return [Unit(f"{name}_{n}", text[: text.index(own)].count("\n") + 1, before, f"{own}\n{end}\n") for n, own in enumerate(instances)]
 
 
 def _kernel_in(text: str) -> str:

@@ -53,8 +53,8 @@ def build(
     edited = _edited_sources(name, host_ir, render)
     libraries = runtime_libraries(toolchain)
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
-    toolchain_parts = toolchain.stamp, *(str(library.path) for library in libraries)
-    entry = name_of(name, host_ir, figures, *generator, *toolchain_parts, *(part for item in (edited or {}).items() for part in item))
+    toolchain_texts = toolchain.stamp, *(str(library.path) for library in libraries)
+    entry = name_of(name, host_ir, figures, *generator, *toolchain_texts, *(text for item in (edited or {}).items() for text in item))
     with progress(f"compiling {title or name}"), ThreadPoolExecutor(len(libraries)) as pool:
         futures = [pool.submit(in_current_context(library.make)) for library in libraries]
 

@@ -7,7 +7,7 @@ from itertools import accumulate, product
 
 import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError
-from hostweave.base.progress import expect_steps, step_done
+from hostweave.base.progress import expect_tasks, task_done
 from hostweave.build import cuda, figures
 from hostweave.communication.cost import LOOP_SECONDS
 from hostweave.fusion_ir.ir import Fusion
@@ -29,7 +29,7 @@ def calibrate() -> Iterator[str]:
         raise BuildError("calibrate: there is no GPU to measure; run it on a machine with GPUs")
     cuda.find_cuda().require()
     machine = replace(H200, name=gpus[0].name, links=()).with_limits(dict(gpus[0].limits))
-    expect_steps(2 + len(SHAPES))
+    expect_tasks(2 + len(SHAPES))
     machine = _computing(machine)
     yield f"{machine.name}: {machine.flops / 1e12:.0f} TFLOP/s, {machine.memory / 1e12:.2f} TB/s"
     for ranks in (ranks for ranks in GROUPS if ranks <= len(gpus)):
@@ -72,7 +72,7 @@ def links(machine: Machine, ranks: int) -> Iterator[Link]:
     """Measures an all-gather and, if possible, a put and a get, for each of SHARDS. Puts and gets are measured in loops with a matmul. The
     weight has only 8 columns, so that the matmul takes only as long as a read of its left operand."""
     can_put = not why_no_puts(ranks)
-    expect_steps(len(SHARDS) * (3 if can_put else 1))
+    expect_tasks(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)
     x, w = hw.bf16["M@x", "K"], hw.bf16["K", "N"]
     gather = hw.fusion(mesh=mesh, x=x)(lambda x: hw.reshard(x, "M", "K"))
@@ -106,7 +106,7 @@ def seconds_of(fusion: Fusion, sizes: dict[str, int]) -> float:
     try:
         arrays = {value.name: random_array(value.type, sizes) for value in fusion.arguments}
         per_rank = program.measure(warmups=3, repetitions=9, **arrays)
-        step_done(f"{fusion.mesh}, {', '.join(f'{name}={size}' for name, size in sizes.items())}")
+        task_done(f"{fusion.mesh}, {', '.join(f'{name}={size}' for name, size in sizes.items())}")
         slowest = [max(time.total_ms for time in call) for call in zip(*per_rank, strict=True)]
         return float(statistics.median(slowest)) / 1e3
     finally:

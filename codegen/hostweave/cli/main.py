@@ -280,9 +280,9 @@ def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple
                 texts[found[1]] = texts.get(found[1], "") + text  # A kernel has loops for each layout of its buffers.
         return texts
 
-    parts = [(stage, named(whole)) for stage, whole in stages]
-    _one_of({known: text for _, functions in parts for known, text in functions.items()}, name, "function")
-    return [(stage, functions.get(name, "")) for stage, functions in parts]
+    texts = [(stage, named(whole)) for stage, whole in stages]
+    _one_of({known: text for _, functions in texts for known, text in functions.items()}, name, "function")
+    return [(stage, functions.get(name, "")) for stage, functions in texts]
 
 
 def _one_of(texts: Mapping[str, str], name: str, what: str) -> str:

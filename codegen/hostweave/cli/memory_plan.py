@@ -41,7 +41,7 @@ class MemoryPlan:
 def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryPlan:
     """Computes the plan of `prepare` on a rank."""
     replay = _Replay(program, RankSizes(sizes, program.mesh, rank), rank)
-    layout = replay.events.place()
+    layout = replay.events.plan()
     lines, rows = line_numbers(program), []
     for number, body in enumerate((program, *replay.bodies[:-1])):
         uses, of = def_use(body), f" of @{body.name}" if number else ""
@@ -69,7 +69,7 @@ class ArenaLayout:
 
 
 class ArenaEvents:
-    """Records calls of `hw::MemoryPlan`. `place` makes the recorded calls by `hw_plan_memory`, and returns the layout."""
+    """Records calls of `hw::MemoryPlan`. `plan` makes the recorded calls by `hw_plan_memory`, and returns the layout."""
 
     def __init__(self) -> None:
         self.count = 0  # number of buffers
@@ -91,7 +91,7 @@ class ArenaEvents:
     def join(self, pool: str) -> None:
         self.events.append((2, 0, 0, 0, self._number(pool)))
 
-    def place(self) -> ArenaLayout:
+    def plan(self) -> ArenaLayout:
         numbers = [number for event in self.events for number in event]
         offsets, bytes, bound = (ctypes.c_uint64 * self.count)(), (ctypes.c_uint64 * self.count)(), ctypes.c_uint64()
         events = (ctypes.c_int64 * len(numbers))(*numbers)

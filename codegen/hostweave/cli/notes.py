@@ -75,9 +75,9 @@ def _copies(body: tree.Body, sizes: Sizes, count: int) -> Iterator[tuple[ir.Copy
     for i in body:
         if isinstance(i, ir.Copy | ir.Pack):
             yield i, count
-        steps = 1 if i.trips is None else i.trips.bind(sizes)
+        trips = 1 if i.trips is None else i.trips.bind(sizes)
         for nested in tree.bodies(i):
-            yield from _copies(nested, sizes, count * steps)
+            yield from _copies(nested, sizes, count * trips)
 
 
 def _bytes(type: BufferType, sizes: Sizes) -> int:

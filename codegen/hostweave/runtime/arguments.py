@@ -63,8 +63,8 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
         mismatch = f"{program}: {name}: expected {type_}, got {dtype}[{', '.join(map(str, shape))}]"
         remedy = f"pass an array of {len(type_.dims)} dims"
         if isinstance(dtype, str):
-            parts = "pass real and imaginary part as two arrays" if dtype.startswith("complex") else f"cast it to {type_.dtype}"
-            remedy = f"programs have no {dtype}: {parts}"
+            advice = "pass real and imaginary part as two arrays" if dtype.startswith("complex") else f"cast it to {type_.dtype}"
+            remedy = f"programs have no {dtype}: {advice}"
         elif dtype != type_.dtype:
             remedy = f"cast it, or compile for {dtype}"
         raise ArgumentError(f"{mismatch}; {remedy}")
@@ -77,7 +77,7 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
     return library, array
 
 
-def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Array) -> Array:
+def local_shard(program: str, name: str, type_: TensorType, mesh: Mesh, array: Array) -> Array:
     """Local block of a torch DTensor, or any other array unchanged."""
     if not hasattr(type(array), "to_local"):
         return array

@@ -12,7 +12,7 @@ from typing import Any
 from hostweave.base.errors import ArgumentError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.runtime.arguments import BoundInputs, accept, expect_count, expect_writable, local_part
+from hostweave.runtime.arguments import BoundInputs, accept, expect_count, expect_writable, local_shard
 from hostweave.runtime.arrays import Array, ArrayLibrary, NumpyLibrary, states_of
 from hostweave.runtime.coordinator import ByteRange
 from hostweave.runtime.windows import WindowPosition, Windows, window_positions
@@ -74,7 +74,7 @@ class Arguments:
         """With `verifies_calls`, ranks compare shapes before every call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._verifies_calls, self._windows = native_table, verifies_calls, windows
-        self._on_parts = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
+        self._on_submeshes = any(p.type.mesh for p in (*host.arguments, *host.results))  # some arguments exist only on some ranks
         # the latest two sets of arguments without overlap, of this rank or of all ranks
         self._disjoint: deque[tuple[tuple[ByteRange, ...], ...]] = deque(maxlen=2)
         self.tables: weakref.WeakKeyDictionary[BoundInputs, BoundTable] = weakref.WeakKeyDictionary()
@@ -122,12 +122,12 @@ class Arguments:
             *self._spans(self._host.results, new, [True] * len(new)),
         )
         self.expect_disjoint(table.spans, spans)
-        out_places = (
+        out_arrays = (
             None if given is None else (addresses_and_shapes(given)[0], tuple(tuple(one[1].shape) if one else None for one in given))
         )
         shared = window_positions(self._windows, self._host, (*table.spans, *spans), outs is not None)
         checked_call = CheckedCall(
-            table, library, *addresses_and_shapes(accepted), sizes, 0, out_places, addresses_and_shapes(donated)[0], spans, shared
+            table, library, *addresses_and_shapes(accepted), sizes, 0, out_arrays, addresses_and_shapes(donated)[0], spans, shared
         )
         if sizes and self._verifies_calls:
             self.global_shapes(checked_call)  # checks the caller's sizes against the local shapes
@@ -162,7 +162,7 @@ class Arguments:
             return None
         if not self.holds(parameter):
             raise ArgumentError(f"{where}: rank {rank} has no block of {parameter.type}; pass None")
-        array = local_part(self._host.name, parameter.name, parameter.type, self._host.mesh, array)
+        array = local_shard(self._host.name, parameter.name, parameter.type, self._host.mesh, array)
         return self._on_this_rank(parameter, *accept(self._host.name, self._target, parameter.name, parameter.type, array))
 
     def _on_this_rank(self, parameter: Parameter, library: ArrayLibrary, array: Array) -> tuple[ArrayLibrary, Array]:
@@ -224,7 +224,7 @@ class Arguments:
     def global_shapes(self, checked_call: CheckedCall) -> tuple[Shape, ...] | None:
         """Shapes of the global inputs. Computes these shapes if the caller passes sizes, or if some arguments exist only on some ranks and
         the ranks do not compare shapes. Otherwise None."""
-        if not checked_call.sizes and not (self._on_parts and not self._verifies_calls):
+        if not checked_call.sizes and not (self._on_submeshes and not self._verifies_calls):
             return None
         return self.global_shapes_for(dict(checked_call.sizes), checked_call.all_shapes)
 

@@ -146,7 +146,7 @@ class Group(FallibleGroup):
         self.timeout = timeout
         self.in_process = isinstance(provider, Threads) or count == 1
         self._device, self._provider, self._has_watchdog = device, provider, has_watchdog
-        self._parts: list[Group] = []  # groups that were split from this group, and are closed with this group
+        self._subgroups: list[Group] = []  # groups that were split from this group, and are closed with this group
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._watchdogs: list[Watchdog] = []
@@ -215,10 +215,10 @@ class Group(FallibleGroup):
         given = [json.loads(signature.bound) for signature in signatures]
         ranks = [rank for _, rank in sorted((order, rank) for rank, (chosen, order) in enumerate(given) if chosen == color)]
         name, provider = f"{self.name}/{self._splits}/{color}", self._provider
-        part = provider.part(name, ranks) if isinstance(provider, Threads) else SplitProvider(provider, self.rank, ranks)
-        created = Group(part, name, ranks.index(self.rank), len(ranks), self.timeout, self.call_timeout, self._device)
+        own_provider = provider.split(name, ranks) if isinstance(provider, Threads) else SplitProvider(provider, self.rank, ranks)
+        created = Group(own_provider, name, ranks.index(self.rank), len(ranks), self.timeout, self.call_timeout, self._device)
         created.local_rank = self.local_rank
-        self._parts.append(created)
+        self._subgroups.append(created)
         return created
 
     def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
@@ -267,8 +267,8 @@ class Group(FallibleGroup):
                 return
             self.closed = True
             self._send(self._announce_leaving)  # before the channels are freed, because freeing may wait for other ranks
-            for part in self._parts:
-                part.close()
+            for subgroup in self._subgroups:
+                subgroup.close()
             for program in list(self.programs.values()):
                 program.close()
             self.members.clear()

@@ -57,8 +57,8 @@ def jax_call(program: Program) -> Callable[..., Any]:
     jax = optional("jax", f"{name}: as_jax_ffi")
     if donated := [output.memory for output in host.results if output.memory]:
         raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}, but JAX arrays cannot change; omit donate=")
-    if on_parts := [p.name for p in (*host.arguments, *host.results) if p.type.mesh]:
-        raise ArgumentError(f"{name}: as_jax_ffi: {', '.join(on_parts)}: not on all ranks; reshard to the whole mesh")
+    if on_submeshes := [p.name for p in (*host.arguments, *host.results) if p.type.mesh]:
+        raise ArgumentError(f"{name}: as_jax_ffi: {', '.join(on_submeshes)}: not on all ranks; reshard to the whole mesh")
     inputs, call_indices = {p.name: p.type for p in host.arguments}, dict[Any, int]()
 
     def function(*arrays: Array) -> Any:

@@ -140,7 +140,7 @@ class LocalProgram:
     def prepare(self, bound: BoundInputs, sizes: Sequence[Mapping[str, int]]) -> None:
         mesh, rank = self.host.mesh, self._group.rank
 
-        def step() -> None:
+        def prepare_all() -> None:
             bound_shapes = self.arguments.table(bound).shapes
             global_shapes = [self.arguments.global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
             if self._compared:
@@ -159,7 +159,7 @@ class LocalProgram:
         with self._group.calling:
             self._group.expect_working()
             self._ready_for = None
-            self._agree(step, self._group.timeout) if self._verifies_calls else step()
+            self._agree(prepare_all, self._group.timeout) if self._verifies_calls else prepare_all()
 
     def capture(self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         name = self.host.name
@@ -345,11 +345,11 @@ class LocalProgram:
             self._ready_for = ready_for
         return checked_call
 
-    def _agree(self, step: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
-        """Runs a step that may fail on some ranks. Then either all ranks continue or all raise."""
+    def _agree(self, action: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
+        """Runs an action that may fail on some ranks. Then either all ranks continue or all raise."""
         result, error = None, None
         try:
-            result = step()
+            result = action()
         except HostweaveError as problem:
             error = problem
         except BaseException as interruption:

@@ -72,7 +72,7 @@ class Threads:
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
         self.tables: dict[str, ThreadTable] = {}  # epoch of a group -> shared state of the group
-        self.parts: dict[str, Threads] = {}  # providers of split groups, by name
+        self.splits: dict[str, Threads] = {}  # providers of split groups, by name
         self.lock = threading.Lock()
         self._store = MemoryStore()
 
@@ -93,13 +93,13 @@ class Threads:
         with self.lock:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
-    def part(self, name: str, ranks: Sequence[int]) -> Threads:
+    def split(self, name: str, ranks: Sequence[int]) -> Threads:
         """Returns a provider for `ranks`, in this order. All these ranks get the same provider."""
         with self.lock:
-            if name not in self.parts:
-                self.parts[name] = Threads(len(ranks))
-                self.parts[name].threads[:] = [self.threads[rank] for rank in ranks]
-            return self.parts[name]
+            if name not in self.splits:
+                self.splits[name] = Threads(len(ranks))
+                self.splits[name].threads[:] = [self.threads[rank] for rank in ranks]
+            return self.splits[name]
 
     def fail(self, reason: str) -> None:
         """Raises an error in every rank that waits for other ranks."""
@@ -107,8 +107,8 @@ class Threads:
             self._store.fail(reason)
             for table in self.tables.values():
                 table.fail(reason)
-            for part in self.parts.values():
-                part.fail(reason)
+            for split in self.splits.values():
+                split.fail(reason)
 
     @explains_shortages
     @checked
@@ -134,7 +134,7 @@ class Threads:
         with self.lock:
             self.threads[:] = threads
             self.tables.clear()
-            self.parts.clear()
+            self.splits.clear()
             self._store = MemoryStore()
         try:
             for thread in threads:

@@ -357,8 +357,8 @@ def _no_answer(error: OSError) -> ExecutionError:
 def _receive(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
+        received = connection.recv(count - len(data))
+        if not received:
             raise ConnectionError("closed")
-        data += part
+        data += received
     return data

@@ -27,11 +27,11 @@ class _Cuda(Target):
     wheel_requirements = ("torch",)  # loads the CUDA libraries
 
     def toolchain(self) -> Toolchain:
-        compiler, cuda_parts = find_compiler(), cuda.find_cuda().require()
-        libraries = tuple(part.path for part in cuda_parts.libraries if part.path)
-        include_folders = (*RUNTIME_INCLUDES, *cuda_parts.include_folders)
-        assert cuda_parts.nvrtc.path is not None
-        return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(cuda_parts.nvrtc.path, cuda.arch(), include_folders))
+        compiler, installed = find_compiler(), cuda.find_cuda().require()
+        libraries = tuple(file.path for file in installed.libraries if file.path)
+        include_folders = (*RUNTIME_INCLUDES, *installed.include_folders)
+        assert installed.nvrtc.path is not None
+        return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(installed.nvrtc.path, cuda.arch(), include_folders))
 
     def runtime_libraries(self, toolchain: Toolchain, requested: frozenset[str]) -> tuple[Library, ...]:
         """A library for all programs and, if `requested` is not empty, the attention library and the requested kernels. All are
@@ -62,15 +62,15 @@ class _Cuda(Target):
         return next((gpu.name for gpu in cuda.gpus()), "")
 
     def report(self) -> Iterator[tuple[str, str]]:
-        cuda_parts = cuda.find_cuda()
-        for part in (*cuda_parts.headers, *cuda_parts.libraries, cuda_parts.nvrtc, *cuda_parts.cudnn, cuda_parts.nvtx):
-            yield next((word for word in ("nccl", "cublas", "cudnn", "nvtx") if word in part.name), "toolkit"), _part(part)
-        yield "gpus", _gpus(cuda_parts.major)
+        installed = cuda.find_cuda()
+        for file in (*installed.headers, *installed.libraries, installed.nvrtc, *installed.cudnn, installed.nvtx):
+            yield next((word for word in ("nccl", "cublas", "cudnn", "nvtx") if word in file.name), "toolkit"), _file(file)
+        yield "gpus", _gpus(installed.major)
         if cuda.gpus():
             yield "figures", _figures()
         if len(cuda.gpus()) > 1:
             yield "peers", why_no_peers(len(cuda.gpus())) or "all GPUs reach each other's memory: chunk loops use transport peer"
-        yield self.name, _readiness(cuda_parts)
+        yield self.name, _readiness(installed)
 
     def machine(self, ranks: int) -> Machine:
         gpus = cuda.gpus()
@@ -87,8 +87,8 @@ class _Cuda(Target):
         """Reason why NCCL is missing or too old. Checks the header, and the library if this process has loaded it."""
         for version, where in ((_version_in("nccl.h"), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
             if version is not None and version < transport.since:
-                cuda_parts = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
-                return f"puts need NCCL {'.'.join(map(str, transport.since))} or later, and {cuda_parts}"
+                actual = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
+                return f"puts need NCCL {'.'.join(map(str, transport.since))} or later, and {actual}"
         return ""
 
     def choose_device(self, requested: int | None, default: Callable[[], int]) -> int:
@@ -107,8 +107,8 @@ TARGET = _Cuda()
 @cache
 def _version_in(header: str) -> tuple[int, ...]:
     """Version of the library of a header. Empty if the header was not found."""
-    part = next(part for part in cuda.find_cuda().headers if part.name == header)
-    return tuple(map(int, re.findall(r"\d+", _version(part))))
+    file = next(file for file in cuda.find_cuda().headers if file.name == header)
+    return tuple(map(int, re.findall(r"\d+", _version(file))))
 
 
 def why_no_puts(ranks: int) -> str:
@@ -188,13 +188,13 @@ def handle_of(stream: Any) -> int:
 # --- report of `hostweave doctor` -------------------------------------------------------------------------------------
 
 
-def _part(part: cuda.CudaPart) -> str:
-    if part.path is None:
-        return f"{part.name} missing: pip install {part.package}"
-    return f"{part.name}{_version(part)}, {part.path}"
+def _file(file: cuda.CudaFile) -> str:
+    if file.path is None:
+        return f"{file.name} missing: pip install {file.package}"
+    return f"{file.name}{_version(file)}, {file.path}"
 
 
-def _version(part: cuda.CudaPart) -> str:
+def _version(file: cuda.CudaFile) -> str:
     """Version that a header defines, after a space, or ""."""
     macros = {
         "nccl.h": r"NCCL_(MAJOR|MINOR|PATCH)",
@@ -202,12 +202,12 @@ def _version(part: cuda.CudaPart) -> str:
         "cudnn.h": r"CUDNN_(MAJOR|MINOR|PATCHLEVEL)",
         "cuda_runtime_api.h": "CUDART_VERSION",
     }
-    if part.path is None or part.name not in macros:
+    if file.path is None or file.name not in macros:
         return ""
-    folder = part.path.parent
-    text = "".join(p.read_text(errors="replace") for p in (part.path, folder / "cublas_api.h", folder / "cudnn_version.h") if p.exists())
-    numbers = [match[-1] for match in re.findall(rf"#define ({macros[part.name]})\s+(\d+)", text)]
-    if part.name == "cuda_runtime_api.h" and numbers:
+    folder = file.path.parent
+    text = "".join(p.read_text(errors="replace") for p in (file.path, folder / "cublas_api.h", folder / "cudnn_version.h") if p.exists())
+    numbers = [match[-1] for match in re.findall(rf"#define ({macros[file.name]})\s+(\d+)", text)]
+    if file.name == "cuda_runtime_api.h" and numbers:
         return f" {int(numbers[0]) // 1000}.{int(numbers[0]) % 1000 // 10}"
     return f" {'.'.join(numbers[:3])}" if numbers else ""
 
@@ -223,9 +223,9 @@ def _gpus(major: int) -> str:
     return f"{names}, driver for CUDA {driver}{old}"
 
 
-def _readiness(cuda_parts: cuda.Cuda) -> str:
+def _readiness(installed: cuda.Cuda) -> str:
     try:
-        cuda_parts.require()
+        installed.require()
     except BuildError as error:
         return f"target cuda generates, but cannot compile: {error}"
     return "target cuda is ready" if cuda.gpus() else "target cuda generates and compiles, but nothing here can run it"

@@ -395,12 +395,12 @@ def bind_sizes(
                 raise ArgumentError(f"{where} is {size}; no size fits, because {error}") from None
             if wanted != size:
                 raise SizeError(f"{where} is {size}; it must be {wanted}{'' if dim.size.is_int else f' for {dim.size}'}")
-            parts, ranks = pieces(dim.axes, type_.mesh_in(mesh)), type_.mesh_in(mesh).size_of(dim.axes)
-            if size % parts and (parts > ranks or (uneven is not None and not dim.size.is_uneven(parts, uneven))):
-                of_each = " in two pieces each" if parts > ranks else ""
+            blocks, ranks = pieces(dim.axes, type_.mesh_in(mesh)), type_.mesh_in(mesh).size_of(dim.axes)
+            if size % blocks and (blocks > ranks or (uneven is not None and not dim.size.is_uneven(blocks, uneven))):
+                of_each = " in two pieces each" if blocks > ranks else ""
                 raise ArgumentError(
                     f"{where} ({dim.size} = {size}) cannot be divided evenly by {ranks} ranks along {', '.join(dim.axes)}{of_each}; "
-                    f"pad it to {-(-size // parts) * parts}"
+                    f"pad it to {-(-size // blocks) * blocks}"
                 )
     return sizes
 
