@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 from compiled_fusions import compiled
-from places import ENDLESS, SIGNALLED, Place
 from rank_process import program_of, programs_for
+from rank_setups import ENDLESS, SIGNALLED, RankSetup
 
 import hostweave as hw
 
 
 @pytest.fixture
-def built(place: Place) -> None:
-    build(program_of(name, ranks, place.target)[1] for name in (ENDLESS, SIGNALLED) for ranks in (place.killed, place.killed - 1))
+def built(setup: RankSetup) -> None:
+    build(program_of(name, ranks, setup.target)[1] for name in (ENDLESS, SIGNALLED) for ranks in (setup.killed, setup.killed - 1))
 
 
 @pytest.fixture
-def all_built(place: Place) -> None:
-    build(compiled(fusion, target=place.target) for fusion in programs_for(place.ranks, place.programs).values())
+def all_built(setup: RankSetup) -> None:
+    build(compiled(fusion, target=setup.target) for fusion in programs_for(setup.ranks, setup.programs).values())
 
 
 def build(programs: Iterable[hw.Program]) -> None:

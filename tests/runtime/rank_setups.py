@@ -16,7 +16,7 @@ ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSetup:
     target: str
     programs: str
     ranks: int  # number of ranks that run the programs
@@ -28,7 +28,7 @@ class Place:
         return f"{len(programs_for(self.ranks, self.programs))} programs are right"
 
 
-CPU = Place("cpu", "few", 2, 2, 1)
-CUDA = Place("cuda", "all", max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1), max(2, min(4, GPUS)), 20)
-PLACES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
-everywhere = pytest.mark.parametrize("place", PLACES)
+CPU = RankSetup("cpu", "few", 2, 2, 1)
+CUDA = RankSetup("cuda", "all", max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1), max(2, min(4, GPUS)), 20)
+SETUPS = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
+everywhere = pytest.mark.parametrize("setup", SETUPS)
