@@ -33,6 +33,7 @@ class LinkedTask:
     end_needed_by: list[Self] = field(init=False, default_factory=list)
     meets: list[Rendezvous[Self]] = field(init=False, default_factory=list)  # rendezvous that this task awaits after its start
     completes: list[Rendezvous[Self]] = field(init=False, default_factory=list)  # rendezvous that wait for the start of this task
+    arrivals: list[Arrival[Self]] = field(init=False, default_factory=list)
     missing_ends: int = field(init=False, default=0)  # number of tasks in `needs_end_of` that have not ended
     missing_starts: int = field(init=False, default=0)  # number of rendezvous in `meets` that are not complete
 
@@ -55,10 +56,10 @@ class Rendezvous(Generic[T]):
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Arrival:
+class Arrival(Generic[T]):
     """Data that a task receives from `sources`. At the end of the task, its clock is merged with the clocks at the starts of `sources`."""
 
-    sources: list[Task]
+    sources: list[T]
     known: Clock | None = None
 
 
@@ -68,7 +69,6 @@ class Task(LinkedTask):
 
     stream_id: int
     number: int
-    arrivals: list[Arrival] = field(default_factory=list)
     started: bool = False
     ended: bool = False
     at_start: Clock = field(default_factory=list)  # clock at the start; empty unless a communication needs the clock
@@ -113,18 +113,23 @@ def _add_match(matched: MatchedCommunications, tasks: dict[Operation, T]) -> Non
         signal, wait = matched.operations
         tasks[wait].needs(tasks[signal], WAITS_FOR)
         return
-    awaited: tuple[Operation, ...] = ()
-    rendezvous: Rendezvous[T] | None = None
+    meetings: dict[tuple[Operation, ...], Rendezvous[T]] = {}  # Tasks that wait for the same operations share one object.
+    arrivals: dict[tuple[Operation, ...], Arrival[T]] = {}
     for operation in matched.operations:
-        if rendezvous is None or matched.awaited(operation) is not awaited:  # Tasks that wait for the same operations share one object.
-            awaited = matched.awaited(operation)
+        task, awaited, sources = tasks[operation], matched.awaited(operation), matched.sources(operation)
+        if awaited not in meetings:
             others = list(dict.fromkeys(tasks[other] for other in awaited))
-            rendezvous = Rendezvous(others, [], len(others))
+            meetings[awaited] = Rendezvous(others, [], len(others))
             for other in others:
-                other.completes.append(rendezvous)
-        rendezvous.awaited_by.append(tasks[operation])
-        tasks[operation].meets.append(rendezvous)
-        tasks[operation].missing_starts += bool(rendezvous.tasks)
+                other.completes.append(meetings[awaited])
+        meetings[awaited].awaited_by.append(task)
+        task.meets.append(meetings[awaited])
+        task.missing_starts += bool(awaited)
+        # A recv proves nothing to the sender: a small message may be sent before the receiver starts.
+        if any(tasks[source] is not task for source in sources):
+            if sources not in arrivals:
+                arrivals[sources] = Arrival([tasks[source] for source in sources])
+            task.arrivals.append(arrivals[sources])
 
 
 def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
@@ -144,20 +149,7 @@ def order(instances: Instances, matches: list[MatchedCommunications]) -> Order:
         return Task(operation, stream_id, last[stream_id])
 
     tasks = linked(instances, matches, make)
-    for matched in matches:
-        if not matched.is_signal:
-            _add_arrivals(matched, tasks)
     return Order(instances, list(dict.fromkeys(tasks.values())), caller_tasks, clocks)
-
-
-def _add_arrivals(matched: MatchedCommunications, tasks: dict[Operation, Task]) -> None:
-    arrivals: dict[tuple[Operation, ...], Arrival] = {}
-    for operation in matched.operations:
-        # A recv proves nothing to the sender: a small message may be sent before the receiver starts.
-        sources = matched.sources(operation)
-        if any(tasks[source] is not tasks[operation] for source in sources):
-            arrivals.setdefault(sources, Arrival([tasks[source] for source in sources]))
-            tasks[operation].arrivals.append(arrivals[sources])
 
 
 def run(order: Order) -> Iterator[tuple[Task, Clock]]:
