@@ -43,6 +43,10 @@ class ParameterGroup:
         before, _, after = self.pattern
         return "_".join(word for word in (before.strip("_"), after.strip("_")) if word)
 
+    def may_begin_with(self, name: str) -> bool:
+        """True if the group from `name` to `last` has all tensors of this group, or the last ones."""
+        return ParameterGroup(name, self.last, "").pattern[::2] == self.pattern[::2]
+
     def __str__(self) -> str:
         return f"as {self.first} to {self.last} of {self.struct}"
 

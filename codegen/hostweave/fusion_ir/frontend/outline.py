@@ -12,7 +12,6 @@ into bodies only where nothing could be fused or overlap: each body begins with 
 ops and communications. A body may thus begin in the middle of an iteration of the user's loop, for example after a normalization.
 """
 
-import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -189,11 +188,10 @@ class _LoopFinder:
         names = {number: str(other._name) for number, other in self.trace.tensors.items() if other._op is None}
         first, last = sorted((names.get(number, "") for number in (column[0], column[-1])), key=lambda name: (len(name), name))
         group = ParameterGroup(first, last, "")
-        before, numbers, after = group.pattern
-        if not numbers:
+        if not group.names:
             return int(column[0]), self.variable(column[0])
-        pattern = re.compile(rf"{re.escape(before)}\d+{re.escape(after)}")
-        return next(int(number) for number, name in names.items() if pattern.fullmatch(name)), group.stem
+        # The loop may begin after the first input of the group.
+        return next(int(number) for number, name in names.items() if group.may_begin_with(name)), group.stem
 
     def variable(self, *numbers: str) -> str:
         """The user's name of the first of these values that has a name."""
