@@ -226,22 +226,20 @@ std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
 
 // State of the streams of the rank in an unfinished call or graph launch, in the format of runtime/standstill.py.
 py::dict standstill(hw::Instance& instance) {
-  hw::Standstill seen;
-  {
+  const hw::Standstill seen = [&] {
     const py::gil_scoped_release release;
-    seen = instance.standstill();
-  }
+    return instance.standstill();
+  }();
   using py::literals::operator""_a;
-  const auto line = [](const hw::Standstill::Line& one) { return py::make_tuple(one.number, one.call); };
-  py::list streams, begun;
+  py::list streams;
   for (const hw::Standstill::Stream& one : seen.streams) {
-    streams.append(py::dict("name"_a = one.name, "done"_a = line(one.done), "next"_a = line(one.next), "behind"_a = one.behind,
-                            "edge"_a = one.edge, "source"_a = line(one.from), "source_stream"_a = one.from_stream,
-                            "channel"_a = one.channel, "ranks"_a = one.ranks, "number"_a = one.number, "nth"_a = one.nth));
+    streams.append(py::dict("name"_a = one.name, "done"_a = one.done, "next"_a = one.next, "behind"_a = one.behind,
+                            "edge"_a = py::cast(one.edge).attr("name"), "source"_a = one.from,
+                            "source_stream"_a = one.from_stream, "channel"_a = one.channel, "ranks"_a = one.ranks,
+                            "number"_a = one.number, "nth"_a = one.nth));
   }
-  for (const hw::Standstill::Begun& one : seen.begun) begun.append(py::make_tuple(one.channel, one.ranks, one.count));
   return py::dict("call"_a = seen.call, "is_graph"_a = seen.is_graph, "is_enqueuing"_a = seen.is_enqueuing,
-                  "enqueued"_a = line(seen.enqueued), "streams"_a = streams, "finished"_a = seen.finished, "begun"_a = begun);
+                  "enqueued"_a = seen.enqueued, "streams"_a = streams, "finished"_a = seen.finished, "begun"_a = seen.begun);
 }
 
 void raise(const char* type, const std::string& message) {
@@ -316,6 +314,15 @@ PYBIND11_MODULE(hostweave_program, m) {
       .value("noted", hw::Graphs::noted)
       .value("repeated", hw::Graphs::repeated)
       .value("all", hw::Graphs::all);
+  py::enum_<hw::Standstill::Edge>(m, "Edge", py::module_local())
+      .value("none", hw::Standstill::Edge::none)
+      .value("event", hw::Standstill::Edge::event)
+      .value("call_before", hw::Standstill::Edge::call_before)
+      .value("signal", hw::Standstill::Edge::signal)
+      .value("credit", hw::Standstill::Edge::credit)
+      .value("transfer", hw::Standstill::Edge::transfer)
+      .value("collective", hw::Standstill::Edge::collective)
+      .value("unknown", hw::Standstill::Edge::unknown);
   py::class_<hw::Graph, Holder<hw::Graph>>(m, "Graph", py::module_local());
   py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
 

@@ -385,33 +385,33 @@ Standstill::Stream CallLog::Calls::describe(const LoggedCall& call, const CallSo
     case Kind::record:
       break;
     case Kind::wait:
-      stream.edge = "call_before";
+      stream.edge = Standstill::Edge::call_before;
       if (const size_t record = solver.record_of(next); record != kNoRecord) {
-        stream.edge = "event";
+        stream.edge = Standstill::Edge::event;
         stream.from = line_of(record);
         stream.from_stream = name_of(ops[record].stream, *call.ops);
       }
       break;
     case Kind::signal:
     case Kind::wait_signal:
-      stream.edge = op.kind == Kind::signal ? "credit" : "signal";
+      stream.edge = op.kind == Kind::signal ? Standstill::Edge::credit : Standstill::Edge::signal;
       stream.ranks = {op.peer};
       break;
     case Kind::transfer:
-      stream.edge = "transfer";
+      stream.edge = Standstill::Edge::transfer;
       for (const size_t i : queue.ops) {
         const bool begins = i == next || (op.group != 0 && ops[i].group == op.group);
         if (begins && std::ranges::find(stream.ranks, ops[i].peer) == stream.ranks.end()) stream.ranks.push_back(ops[i].peer);
       }
       break;
     case Kind::collective:
-      stream.edge = "collective";
+      stream.edge = Standstill::Edge::collective;
       stream.ranks = op.channel->ranks();
       stream.nth = std::count_if(ops.begin(), ops.begin() + static_cast<std::ptrdiff_t>(next) + 1, collectives);
       break;
   }
-  if (call.ops->is_captured && op.is_outer() && op.milestone == Milestones::kNone && stream.edge != "event")
-    stream.edge = "unknown";
+  if (call.ops->is_captured && op.is_outer() && op.milestone == Milestones::kNone && stream.edge != Standstill::Edge::event)
+    stream.edge = Standstill::Edge::unknown;
   return stream;
 }
 
@@ -445,7 +445,7 @@ void CallLog::look(Standstill& standstill) {
   for (size_t i = 0; i < ops.size(); ++i) {
     if (ops[i].kind == Kind::collective) begun[ops[i].channel] += solver.is_done(i) || is_next[i];
   }
-  for (const auto& [channel, count] : begun) standstill.begun.push_back({channel->name(), channel->ranks(), count});
+  for (const auto& [channel, count] : begun) standstill.begun.emplace_back(channel->name(), channel->ranks(), count);
 }
 
 }  // namespace hw

@@ -66,8 +66,7 @@ def position_of(name: str, progress: tuple[int, int, float], native: dict[str, A
     streams = [
         {key: with_source(value) if key in line_fields else value for key, value in stream.items()} for stream in native.pop("streams")
     ]
-    begun = [(channel, list(ranks), count) for channel, ranks, count in native.pop("begun")]
-    return RankPosition(name, *progress[:2], **{**native, "enqueued": with_source(native["enqueued"])}, streams=streams, begun=begun)
+    return RankPosition(name, *progress[:2], **{**native, "enqueued": with_source(native["enqueued"])}, streams=streams)
 
 
 def to_json(positions: Sequence[RankPosition]) -> str:
