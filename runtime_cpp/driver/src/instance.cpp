@@ -186,7 +186,7 @@ void Instance::run(const Schedule& schedule, const Table& table, const std::vect
   take(table, inputs, outputs);
   if (is_captured(caller)) return enqueue_captured(caller);
   const Graph* const graph = graphs == Graphs::never ? nullptr : graph_of_taken(graphs);
-  or_stop([&] { call(caller, graph); });
+  or_stop([&] { call(caller, [&] { graph ? launch(*graph, caller) : enqueue(caller); }); });
 }
 
 void Instance::run_staged(const Schedule& schedule, const Staging& staging, bool poison) {
@@ -198,7 +198,7 @@ void Instance::run_staged(const Schedule& schedule, const Staging& staging, bool
       if (poison) fill(staged, caller);
       staging.upload(staged);
       take(staged.placed_inputs, {}, staged.placed_outputs);
-      call(caller);
+      call(caller, [&] { enqueue(caller); });
       staging.download(staged);
     }
     finish(caller);
@@ -223,16 +223,13 @@ std::vector<Timing> Instance::measure(const Schedule& schedule, const Staging& s
       target::meet(static_cast<int>(member_.rank().size()));
       gate.hold(caller, i);
       std::chrono::duration<double, std::micro> enqueued{};
-      {
-        const Range range(program_.name);
-        progress_->log.begin_call();
+      call(caller, [&] {
         HW_CHECK(cudaEventRecord(begin, caller));
         const auto start = Clock::now();
         enqueue(caller);
         enqueued = Clock::now() - start;
         HW_CHECK(cudaEventRecord(end, caller));
-        progress_->log.end_call(caller);
-      }
+      });
       gate.enqueued(i);
       member_.synchronize(caller);
       float total_ms = 0;
@@ -250,7 +247,7 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
   const Member::Use use(member_, schedule);
   if (is_captured(caller))
     throw CaptureError("the stream is being captured, and cannot launch another graph; call the program instead");
-  or_stop([&] { call(caller, &graph); });
+  or_stop([&] { call(caller, [&] { launch(graph, caller); }); });
 }
 
 void Instance::enqueue(cudaStream_t caller, bool is_marked) {
@@ -271,10 +268,10 @@ std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<v
   return capture_taken();
 }
 
-void Instance::call(cudaStream_t caller, const Graph* graph) {
+void Instance::call(cudaStream_t caller, const std::function<void()>& enqueue_or_launch) {
   const Range range(program_.name);
   progress_->log.begin_call();
-  graph ? launch(*graph, caller) : enqueue(caller);
+  enqueue_or_launch();
   progress_->log.end_call(caller);
 }
 

@@ -147,7 +147,7 @@ class Instance {
 
   // Sets the arrays of the next calls.
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  void call(cudaStream_t caller, const Graph* graph = nullptr);  // logs a call, and enqueues it or launches its graph
+  void call(cudaStream_t caller, const std::function<void()>& enqueue_or_launch);  // logs the call
   void enqueue(cudaStream_t caller, bool is_marked = false);
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
