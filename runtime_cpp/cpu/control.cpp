@@ -7,24 +7,11 @@
 
 using namespace hostweave::cpu;
 
-namespace {
-
-// State of hw_cpu_barrier; guarded by the machine's mutex.
-struct Barrier {
-  int arrived = 0;
-  std::uint64_t generation = 0;
-  Clock gathering;
-  ClockSnapshot gathered;
-};
-Barrier& barrier = *new Barrier;  // never destroyed
-
-}  // namespace
-
 extern "C" {
 
 int hw_cpu_configure(const hw_cpu_config* config) {
   const Lock lock(Machine::get().mutex);
-  barrier = Barrier{};
+  Machine::get().barrier = {};
   const char* const wrong = Machine::get().configure(*config);
   if (wrong) error(cudaErrorInvalidValue, std::string("hw_cpu_configure: ") + wrong);
   return wrong != nullptr;
@@ -54,6 +41,7 @@ int hw_cpu_barrier(int participants) {
   Machine& machine = Machine::get();
   if (machine.failed()) return 1;
   const int device = this_thread().device;
+  Machine::Barrier& barrier = machine.barrier;
   barrier.gathering.join(*machine.host_clock(device));
   const std::uint64_t mine = barrier.generation;
   if (++barrier.arrived == participants) {
@@ -63,7 +51,7 @@ int hw_cpu_barrier(int participants) {
     machine.progress();
   }
   if (!machine.wait(call.lock, "a barrier of " + std::to_string(participants) + " threads",
-                    [mine] { return barrier.generation != mine; })) {
+                    [&barrier, mine] { return barrier.generation != mine; })) {
     return 1;
   }
   machine.learn(device, barrier.gathered);

@@ -18,35 +18,37 @@ struct Threads {
   std::condition_variable ended;
   int running = 0;
 };
-Threads& threads = *new Threads;  // The object is never destroyed, because the threads may outlive main.
+Threads& threads() {
+  return immortal([] { return Threads(); });
+}
 
 }  // namespace
 
 void in_background(std::function<void()> work) {
   {
-    const std::lock_guard lock(threads.mutex);
-    ++threads.running;
+    const std::lock_guard lock(threads().mutex);
+    ++threads().running;
   }
   try {
     std::thread([work = std::move(work)]() mutable {
       work();
       work = nullptr;
-      std::unique_lock lock(threads.mutex);
-      --threads.running;
+      std::unique_lock lock(threads().mutex);
+      --threads().running;
       // The notification comes after the destructors of the thread's thread_local objects.
-      std::notify_all_at_thread_exit(threads.ended, std::move(lock));
+      std::notify_all_at_thread_exit(threads().ended, std::move(lock));
     }).detach();
   } catch (...) {
-    const std::lock_guard lock(threads.mutex);
-    --threads.running;
+    const std::lock_guard lock(threads().mutex);
+    --threads().running;
     throw;
   }
 }
 
 void finish_background(double seconds) {
-  std::unique_lock lock(threads.mutex);
-  const auto done = [] { return threads.running == 0; };
-  if (threads.ended.wait_for(lock, std::chrono::duration<double>(seconds), done)) return;
+  std::unique_lock lock(threads().mutex);
+  const auto done = [] { return threads().running == 0; };
+  if (threads().ended.wait_for(lock, std::chrono::duration<double>(seconds), done)) return;
   on_exit(
       [](int status, void*) {
         std::fflush(nullptr);

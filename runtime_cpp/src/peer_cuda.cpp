@@ -62,13 +62,16 @@ struct Maker {
 static_assert(sizeof(Maker) <= sizeof(ncclUniqueId));
 
 std::mutex made_mutex;
-auto& made = *new std::map<uint64_t, int>;  // files that this process has made, by token; guarded by made_mutex; never destroyed
+// Files that this process has made, by token; guarded by made_mutex.
+auto& made() {
+  return immortal([] { return std::map<uint64_t, int>(); });
+}
 
 void close_file_of(uint64_t token) {
   const std::lock_guard lock(made_mutex);
-  if (const auto found = made.find(token); found != made.end()) {
+  if (const auto found = made().find(token); found != made().end()) {
     close(found->second);
-    made.erase(found);
+    made().erase(found);
   }
 }
 
@@ -214,7 +217,10 @@ struct GivenUp {
 };
 
 std::mutex given_up_mutex;
-auto& given_up = *new std::vector<GivenUp>;  // memory that is not yet freed; guarded by given_up_mutex; never destroyed
+// Memory that is not yet freed; guarded by given_up_mutex.
+auto& given_up() {
+  return immortal([] { return std::vector<GivenUp>(); });
+}
 
 // Frees memory for which is_free() is true, of the current device only. For another device, cudaFree would wait for work that may
 // wait for this thread.
@@ -225,9 +231,9 @@ void free_what_is_unmapped() {
   {
     const std::lock_guard lock(given_up_mutex);
     const auto rest =
-        std::ranges::partition(given_up, [&](const GivenUp& one) { return one.device != device || !one.is_free(); });
+        std::ranges::partition(given_up(), [&](const GivenUp& one) { return one.device != device || !one.is_free(); });
     done.assign(std::make_move_iterator(rest.begin()), std::make_move_iterator(rest.end()));
-    given_up.erase(rest.begin(), rest.end());
+    given_up().erase(rest.begin(), rest.end());
   }
   for (const GivenUp& one : done) free_shared(one.data);
 }
@@ -252,7 +258,7 @@ ncclUniqueId PeerGroup::new_id() {
   ncclUniqueId id{};
   std::memcpy(&id, &maker, sizeof maker);
   const std::lock_guard lock(made_mutex);
-  made[maker.token] = maker.file;
+  made()[maker.token] = maker.file;
   return id;
 }
 
@@ -352,7 +358,7 @@ void PeerGroup::free(void* data, const std::vector<Mapping>& mappings) {
   }
   if (data) {
     const std::lock_guard lock(given_up_mutex);
-    given_up.push_back(std::move(memory));
+    given_up().push_back(std::move(memory));
   }
   free_what_is_unmapped();
 }

@@ -79,7 +79,10 @@ const Channel& Rank::channel(const char* mesh, const char* axes, int64_t size, T
   return found->second;
 }
 
-const Channel kNoChannel{ncclComm_t{}, 0, 0};
+const Channel& no_channel() {
+  static const Channel none(ncclComm_t{}, 0, 0);
+  return none;
+}
 
 const char* name_of(Transport transport) {
   constexpr const char* names[] = {"two_sided", "one_sided", "peer"};

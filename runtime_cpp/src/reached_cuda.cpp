@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "hostweave/background.h"
 #include "hostweave/check.h"
 #include "hostweave/driver_function.h"
 #include "hostweave/errors.h"
@@ -31,7 +32,9 @@ struct Mapped {
 };
 
 std::mutex mapped_mutex;
-auto& mapped = *new std::map<void*, Mapped>;  // guarded by mapped_mutex; never destroyed
+auto& mapped() {
+  return immortal([] { return std::map<void*, Mapped>(); });
+}  // guarded by mapped_mutex
 
 // Read and write access for the device of the memory, and for all devices that can access this device.
 std::vector<CUmemAccessDesc> access_of(int device) {
@@ -66,7 +69,7 @@ void* allocate_mapped(size_t bytes) {
   HW_DRIVER(cuMemSetAccess, begin, bytes, access.data(), access.size());
   auto* const data = reinterpret_cast<void*>(begin);
   const std::lock_guard lock(mapped_mutex);
-  mapped[data] = memory;
+  mapped()[data] = memory;
   return data;
 }
 
@@ -92,7 +95,7 @@ void free_shared(void* data) {
   Mapped memory{};
   {
     const std::lock_guard lock(mapped_mutex);
-    if (const auto found = mapped.find(data); found != mapped.end()) memory = mapped.extract(found).mapped();
+    if (const auto found = mapped().find(data); found != mapped().end()) memory = mapped().extract(found).mapped();
   }
   if (!memory.bytes) {
     HW_CHECK(cudaFree(data));

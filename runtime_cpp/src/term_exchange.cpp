@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "hostweave/background.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
 #include "hostweave/group.h"
@@ -20,7 +21,9 @@ namespace {
 
 std::mutex words_mutex;
 // Abort words in host memory, by communicator. Waiting kernels poll the word of their communicator.
-auto& words = *new std::map<ncclComm_t, uint32_t*>;  // guarded by words_mutex; never destroyed
+auto& words() {
+  return immortal([] { return std::map<ncclComm_t, uint32_t*>(); });
+}  // guarded by words_mutex
 
 }  // namespace
 
@@ -94,7 +97,7 @@ void TermExchange::Shared::connect(const Channel& channel) {
   in_packets = true;
   for (const int32_t reaches : gather(channel, reaches_all)) in_packets = in_packets && reaches;
   const std::lock_guard lock(words_mutex);
-  words[channel.comm()] = aborted;
+  words()[channel.comm()] = aborted;
 }
 
 #endif
@@ -147,10 +150,10 @@ const void* TermExchange::gathered(const void* own, int64_t bytes, int64_t most,
 
 void abort_exchanges(ncclComm_t comm) {
   const std::lock_guard lock(words_mutex);
-  const auto found = words.find(comm);
-  if (found == words.end()) return;
+  const auto found = words().find(comm);
+  if (found == words().end()) return;
   __atomic_store_n(found->second, 1, __ATOMIC_RELEASE);
-  words.erase(found);
+  words().erase(found);
 }
 
 }  // namespace hw

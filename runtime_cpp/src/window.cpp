@@ -16,6 +16,7 @@ extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t
 #include <vector>
 
 #include "hostweave/check.h"
+#include "hostweave/background.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
 #include "hostweave/reach.h"
@@ -32,11 +33,13 @@ struct WindowUsers {
 };
 
 std::mutex users_mutex;
-auto& all_users = *new std::map<const void*, std::weak_ptr<WindowUsers>>;  // guarded by users_mutex; never destroyed
+auto& all_users() {  // guarded by users_mutex
+  return immortal([] { return std::map<const void*, std::weak_ptr<WindowUsers>>(); });
+}
 
 std::shared_ptr<WindowUsers> users_of(const Channel& channel) {
   const std::lock_guard lock(users_mutex);
-  std::weak_ptr<WindowUsers>& known = all_users[channel.key()];
+  std::weak_ptr<WindowUsers>& known = all_users()[channel.key()];
   std::shared_ptr<WindowUsers> users = known.lock();
   if (!users || users->aborted) known = users = std::make_shared<WindowUsers>();
   return users;
@@ -286,9 +289,9 @@ void abort_with_windows(const std::vector<ncclComm_t>& comms) {
   for (const ncclComm_t comm : comms) {
     abort_exchanges(comm);
     const std::lock_guard lock(users_mutex);
-    if (const auto found = all_users.find(comm); found != all_users.end()) {
+    if (const auto found = all_users().find(comm); found != all_users().end()) {
       if (const auto users = found->second.lock()) users->aborted = true;
-      all_users.erase(found);
+      all_users().erase(found);
     }
   }
   // Aborts communicators in parallel. NCCL waits for the graphs of a communicator, and these graphs may wait for other

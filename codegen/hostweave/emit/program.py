@@ -182,7 +182,7 @@ class ProgramSources:
 
 def _lookup(channel: ChannelMember) -> str:
     found = f"rank.channel({channel.key}, {channel.ir.size}{channel.transport})"
-    return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
+    return f"{channel.flag} ? {found} : hw::no_channel()" if channel.flag else found
 
 
 def _counted(pool: ir.Pool, word: str) -> str:

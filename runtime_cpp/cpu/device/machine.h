@@ -154,6 +154,12 @@ class Machine {
   std::set<ncclWindow_t> windows;
   std::vector<std::shared_ptr<Capture>> captures;  // active ones
   std::optional<Picker> picker;
+  struct Barrier {
+    int arrived = 0;
+    std::uint64_t generation = 0;
+    Clock gathering;
+    ClockSnapshot gathered;
+  } barrier;  // state of hw_cpu_barrier
 
   // Returns the reason why an op on this device must not access these bytes, or nullopt.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);

@@ -40,7 +40,9 @@ struct Signals {
 };
 
 std::mutex known_mutex;
-auto& known = *new std::map<ncclComm_t, Signals>;  // guarded by known_mutex; never destroyed
+auto& known() {
+  return immortal([] { return std::map<ncclComm_t, Signals>(); });
+}  // guarded by known_mutex
 
 #ifdef HOSTWEAVE_FINDS_SIGNALS
 // Address that a wait of the graph reads; 0 if no wait is found.
@@ -102,7 +104,7 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   if (!address || range_of(&begin, &found.bytes, address) != CUDA_SUCCESS) return;
   found.data = reinterpret_cast<void*>(begin);
   const std::lock_guard lock(known_mutex);
-  known[comm] = found;
+  known()[comm] = found;
 #else
   (void)comm, (void)process_group;
 #endif
@@ -114,9 +116,9 @@ void abort(const std::vector<ncclComm_t>& comms) {
   {
     const std::lock_guard lock(known_mutex);
     for (const ncclComm_t comm : comms) {
-      const auto found = known.find(comm);
-      (found == known.end() ? others : signalled).push_back(comm);
-      if (found != known.end()) signals.push_back(known.extract(found).mapped());
+      const auto found = known().find(comm);
+      (found == known().end() ? others : signalled).push_back(comm);
+      if (found != known().end()) signals.push_back(known().extract(found).mapped());
     }
   }
   int device = 0;

@@ -1,4 +1,4 @@
-// Threads that are not joined, because they may wait forever inside NCCL or CUDA for a peer.
+// Threads that are not joined, because they may wait forever inside NCCL or CUDA for a peer, and objects that outlive main.
 #pragma once
 #include <functional>
 
@@ -11,5 +11,13 @@ void in_background(std::function<void()> work);
 // `seconds`, the process will exit without destroying existing static objects. These threads may use static objects of NCCL
 // and CUDA.
 void finish_background(double seconds);
+
+// Returns the object that `make` returned at the first call. Each type `Make`, such as the type of a lambda, has one object. The
+// object is never destroyed.
+template <class Make>
+auto& immortal(Make make) {
+  static auto& object = *new auto(make());
+  return object;
+}
 
 }  // namespace hw

@@ -106,6 +106,6 @@ inline ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int pe
   return ::ncclRecv(to, count, type, peer, static_cast<ncclComm_t>(comm), stream);
 }
 
-extern const Channel kNoChannel;  // for ranks outside the process group
+const Channel& no_channel();  // for ranks outside the process group
 
 }  // namespace hw
