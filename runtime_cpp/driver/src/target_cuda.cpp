@@ -9,6 +9,7 @@
 #include "hostweave/check.h"
 #include "hostweave/driver_function.h"
 #include "hostweave/errors.h"
+#include "hostweave/peer.h"
 #include "target.h"
 
 namespace hw::target {
@@ -36,7 +37,7 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0)
   if (process_group.transport == Transport::one_sided) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.numRmaSig = 64;                          // signal numbers per peer
+    config.numRmaSig = PeerGroup::kNumbers;
     config.rmaEagerInit = 1;                        // initialises one-sided calls when the communicator is created
     config.nvlsHostMode = ncclNvlsHostModeDisable;  // copy engines move the data
     return ncclCommInitRankConfig(comm, ranks, id, rank, &config);

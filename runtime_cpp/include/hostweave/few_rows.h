@@ -266,7 +266,7 @@ template <bool kTransposed, int kThreads = kProductThreads, bool kOfBlocks = fal
           class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end, const ProductScales& scales = {}) {
   constexpr int kWarps = kThreads / 32;
-  static_assert(kCount <= kProducts);
+  static_assert(kCount <= kWarps);
   __shared__ ProductSums of_warps[kWarps];
   __shared__ ProductSums of_blocks[kCount][kGroups];
   const int rank = Cluster::rank(), blocks = Cluster::size(), warp = threadIdx.x / 32;

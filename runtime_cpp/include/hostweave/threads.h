@@ -16,7 +16,6 @@ constexpr int kSorted = 2048;    // maximum elements that a block sorts in share
 
 constexpr int kFewRows = 8;           // maximum rows of a matmul that the few-rows kernels compute
 constexpr int kFewScaledRows = 16;    // the same for a matmul of 8-bit floats with scales
-constexpr int kProducts = 4;          // maximum matmuls with one common operand in a kernel
 constexpr int kProductColumns = 64;   // columns per cluster
 constexpr int kProductThreads = 256;  // threads per block
 constexpr int kLargeProductThreads = 2 * kProductThreads;

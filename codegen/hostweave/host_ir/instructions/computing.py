@@ -16,7 +16,7 @@ from hostweave.types.mesh import Sizes
 ACTIVATIONS = {"relu": 8, "gelu_tanh": 2}
 FEW_ROWS = 8  # maximum number of rows of a matmul inside a kernel: hw::kFewRows
 FEW_SCALED_ROWS = 16  # maximum number of rows of a scaled matmul that a kernel of the runtime computes: hw::kFewScaledRows
-PRODUCTS = 4  # maximum number of matmuls in one kernel, all with one common operand: hw::kProducts
+PRODUCTS = 4  # maximum number of matmuls in one kernel, all with one common operand
 
 
 class Compute(Instruction):
