@@ -20,12 +20,14 @@ struct Use {
   int64_t first = 0, last = kForever, visible_at = kForever;
 };
 
-struct Lifetime {
+struct Buffer {
+  void** pointer = nullptr;
   size_t bytes = 0;
   const void* pool = nullptr;  // pool of the stream that owns the buffer; null: all streams
   int64_t stream = 0;
   bool in_window = false;   // in a window; the layout of windows must be the same on all ranks
   std::vector<Use> uses{};  // consecutive live ranges
+  size_t offset = 0;        // in bytes
 };
 
 constexpr size_t kPlace = 256;  // alignment of buffers in bytes, the same as with cudaMalloc
@@ -33,9 +35,9 @@ constexpr int kMoved = 8;       // maximum attempts after the first three; each 
 
 size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
-bool may_share(const Lifetime& a, const Lifetime& b) {
+bool may_share(const Buffer& a, const Buffer& b) {
   const bool same_stream = a.pool == b.pool && a.stream == b.stream;
-  const auto is_over = [&](const Lifetime& buffer, const Use& earlier, const Use& later) {
+  const auto is_over = [&](const Buffer& buffer, const Use& earlier, const Use& later) {
     return earlier.last <= later.first && (!buffer.pool || same_stream || earlier.visible_at <= later.first);
   };
   return std::ranges::all_of(a.uses, [&](const Use& one) {
@@ -45,12 +47,12 @@ bool may_share(const Lifetime& a, const Lifetime& b) {
 }
 
 // Returns a lower bound for the bytes of any placement: the largest number of bytes that are live at one moment.
-size_t lower_bound(std::span<const Lifetime> buffers) {
+size_t lower_bound(std::span<const Buffer> buffers) {
   std::map<int64_t, size_t> moments;  // moment -> live bytes
-  for (const Lifetime& buffer : buffers) {
+  for (const Buffer& buffer : buffers) {
     for (const Use& use : buffer.uses) moments[use.first] = 0;
   }
-  for (const Lifetime& buffer : buffers) {
+  for (const Buffer& buffer : buffers) {
     for (const Use& use : buffer.uses) {
       for (auto at = moments.find(use.first); at != moments.end() && at->first < use.last; ++at)
         at->second += padded(buffer.bytes);
@@ -63,7 +65,7 @@ size_t lower_bound(std::span<const Lifetime> buffers) {
 
 // Places buffers in the given order, each in the smallest sufficient gap or at the end. For the order by size, this algorithm is
 // "greedy by size" (Pisarchyk and Lee, Efficient memory management for deep neural net inference, 2020).
-size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buffers, std::span<size_t> offsets) {
+size_t place_in(const std::vector<size_t>& order, std::span<const Buffer> buffers, std::span<size_t> offsets) {
   size_t total = 0;
   std::vector<size_t> placed, around;
   for (const size_t i : order) {
@@ -89,10 +91,10 @@ size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buff
 }
 
 // Renumbers the moments of these buffers as 0, 1, 2, ... Then moments of other buffers do not change the placement.
-void number_moments(std::span<Lifetime> buffers) {
+void number_moments(std::span<Buffer> buffers) {
   std::map<int64_t, int64_t> numbers;
   const auto for_each = [&](const auto& visit) {
-    for (Lifetime& buffer : buffers) {
+    for (Buffer& buffer : buffers) {
       for (Use& use : buffer.uses) {
         for (int64_t* moment : {&use.first, &use.last, &use.visible_at}) {
           if (*moment != Use::kForever) visit(*moment);
@@ -108,12 +110,12 @@ void number_moments(std::span<Lifetime> buffers) {
 
 // Computes offsets (multiples of kPlace) so that buffers overlap only if they may share bytes. Returns the total bytes. Adds the
 // lower bound to `all_bounds`.
-size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_t& all_bounds) {
+size_t place(std::span<const Buffer> buffers, std::span<size_t> offsets, size_t& all_bounds) {
   std::vector<size_t> in_order(buffers.size());
   std::iota(in_order.begin(), in_order.end(), size_t{0});
   std::vector<size_t> by_size = in_order, by_area = in_order;
   int64_t end = 0;
-  for (const Lifetime& buffer : buffers) end = std::max(end, buffer.uses.back().first + 1);
+  for (const Buffer& buffer : buffers) end = std::max(end, buffer.uses.back().first + 1);
   const auto size = [&](size_t i) { return buffers[i].bytes; };
   const auto area = [&](size_t i) {
     double area = 0;
@@ -150,35 +152,29 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_
 
 }  // namespace
 
-// Buffers in order of their first allocation.
 struct MemoryPlan::Buffers {
   int64_t now = 0;
-  std::vector<void**> pointers;
-  std::vector<Lifetime> lifetimes;
-  std::vector<size_t> offsets;  // offset of each buffer in bytes
-  size_t bound = 0;             // lower bound in bytes
+  std::vector<Buffer> all;  // in order of their first allocation
+  size_t bound = 0;         // lower bound in bytes
 };
 
 MemoryPlan::MemoryPlan() = default;
 
 void MemoryPlan::allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window) {
-  auto& [now, known, lifetimes, offsets, bound] = *buffers_;
+  std::vector<Buffer>& all = buffers_->all;
   for (size_t stream = 0; stream < pointer_count; ++stream) {
-    const size_t i = std::ranges::find(known, &pointers[stream]) - known.begin();
-    if (i == known.size()) {
-      known.push_back(&pointers[stream]);
-      lifetimes.push_back({.bytes = bytes, .pool = pool, .stream = static_cast<int64_t>(stream), .in_window = in_window});
-    }
-    lifetimes[i].uses.push_back({.first = now});
+    auto found = std::ranges::find(all, &pointers[stream], &Buffer::pointer);
+    if (found == all.end()) found = all.insert(found, {&pointers[stream], bytes, pool, static_cast<int64_t>(stream), in_window});
+    found->uses.push_back({.first = buffers_->now});
   }
-  ++now;
+  ++buffers_->now;
 }
 
 void MemoryPlan::join(const void* pool) {
   const int64_t now = buffers_->now++;
-  for (Lifetime& lifetime : buffers_->lifetimes) {
-    if (lifetime.pool != pool) continue;
-    for (Use& use : lifetime.uses) {
+  for (Buffer& buffer : buffers_->all) {
+    if (buffer.pool != pool) continue;
+    for (Use& use : buffer.uses) {
       use.last = std::min(use.last, now);
       use.visible_at = std::min(use.visible_at, now);
     }
@@ -187,29 +183,27 @@ void MemoryPlan::join(const void* pool) {
 
 void MemoryPlan::free(const void* first_pointer, const void* last_pointer) {
   const int64_t now = buffers_->now++;
-  for (size_t i = 0; i < buffers_->pointers.size(); ++i) {
-    const void* const pointer = buffers_->pointers[i];
+  for (Buffer& buffer : buffers_->all) {
+    const void* const pointer = buffer.pointer;
     if (std::less()(pointer, first_pointer) || !std::less()(pointer, last_pointer)) continue;
-    for (Use& use : buffers_->lifetimes[i].uses) use.last = std::min(use.last, now);
+    for (Use& use : buffer.uses) use.last = std::min(use.last, now);
   }
 }
 
 MemoryPlan::Bytes MemoryPlan::place() {
-  auto& [now, pointers, lifetimes, offsets, bound] = *buffers_;
-  bound = 0;
-  offsets.resize(lifetimes.size());
+  buffers_->bound = 0;
   const auto place_those = [&](bool in_window) {
-    std::vector<size_t> numbers;
-    std::vector<Lifetime> chosen;
-    for (size_t i = 0; i < lifetimes.size(); ++i) {
-      if (lifetimes[i].in_window != in_window) continue;
-      numbers.push_back(i);
-      chosen.push_back(lifetimes[i]);
+    std::vector<Buffer> chosen;
+    for (const Buffer& buffer : buffers_->all) {
+      if (buffer.in_window == in_window) chosen.push_back(buffer);
     }
     number_moments(chosen);
-    std::vector<size_t> found(chosen.size());
-    const size_t bytes = hw::place(chosen, found, bound);
-    for (size_t k = 0; k < numbers.size(); ++k) offsets[numbers[k]] = found[k];
+    std::vector<size_t> offsets(chosen.size());
+    const size_t bytes = hw::place(chosen, offsets, buffers_->bound);
+    auto offset = offsets.begin();
+    for (Buffer& buffer : buffers_->all) {
+      if (buffer.in_window == in_window) buffer.offset = *offset++;
+    }
     return bytes;
   };
   const size_t in_windows = place_those(true);
@@ -217,9 +211,8 @@ MemoryPlan::Bytes MemoryPlan::place() {
 }
 
 void MemoryPlan::set_pointers(void* memory, void* windows) const {
-  const auto& [now, pointers, lifetimes, offsets, bound] = *buffers_;
-  for (size_t i = 0; i < pointers.size(); ++i)
-    *pointers[i] = static_cast<char*>(lifetimes[i].in_window ? windows : memory) + offsets[i];
+  for (const Buffer& buffer : buffers_->all)
+    *buffer.pointer = static_cast<char*>(buffer.in_window ? windows : memory) + buffer.offset;
 }
 
 }  // namespace hw
@@ -243,11 +236,10 @@ extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[
     }
   }
   const hw::MemoryPlan::Bytes total = plan.place();  // Other memory follows the memory of all windows.
-  const hw::MemoryPlan::Buffers& placed = plan.buffers();
-  for (size_t i = 0; i < placed.lifetimes.size(); ++i) {
-    offsets[i] = placed.offsets[i] + (placed.lifetimes[i].in_window ? 0 : total.in_windows);
-    bytes[i] = placed.lifetimes[i].bytes;
+  for (const hw::Buffer& buffer : plan.buffers().all) {
+    *offsets++ = buffer.offset + (buffer.in_window ? 0 : total.in_windows);
+    *bytes++ = buffer.bytes;
   }
-  *bound = placed.bound;
+  *bound = plan.buffers().bound;
   return total.in_windows + total.elsewhere;
 }
