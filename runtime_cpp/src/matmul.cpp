@@ -60,18 +60,24 @@ constexpr int64_t kMostWeights = int64_t{1} << 26;  // elements
 // Limits of is_faster_by_blas, as measured on an H200.
 constexpr int64_t kManyColumns = int64_t{1} << 14, kFewColumns = 2048, kFewTerms = 2048, kManyTerms = 8192;
 
-bool is_of_blocks([[maybe_unused]] int32_t scale_mode) {
+// Description of scales in a cuBLASLt mode, for an operand with `rows` rows of `terms` elements.
+OperandScales scales_of(int32_t mode, const void* scales, int64_t rows, int64_t terms) {
+  const auto* const at = static_cast<const float*>(scales);
+  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return {at, 0, 0, 0};
 #if !defined(CUBLAS_VERSION) || CUBLAS_VERSION >= 120900
-  return scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || scale_mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
-#else
-  return false;
+  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F) return {at, 1, rows, 0};
+  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F) {
+    const int64_t blocks = terms / kScaledBlock;
+    return {at, ceil_div(blocks, kScalesStep) * kScalesStep, 1, OperandScales::kBlockLog2};
+  }
 #endif
+  return {at, 1, 0, 0};
 }
 
 // True if cuBLASLt supports this scaled matmul with few rows, and is faster than the few-rows kernels.
 bool is_faster_by_blas(const Problem& p, const Scaling& scaling) {
   const int64_t rows = p.a.rows, terms = p.a.columns, columns = p.b.columns;
-  const bool of_blocks = is_of_blocks(scaling.a);
+  const bool of_blocks = scales_of(scaling.a, nullptr, rows, terms).block_step != 0;
   if (terms % kScaledStep != 0 || columns % kScaledStep != 0 || (of_blocks && rows % kScalesStep != 0)) return false;
   if (scaling.a == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return rows > kFewRows || terms < kManyTerms;
   return rows > kFewRows && (columns > kManyColumns || terms < kFewTerms || (of_blocks && columns < kFewColumns));
@@ -89,20 +95,6 @@ bool has_few_rows(const Problem& p, const Scaling* scaling) {
 Activation activation_of(cublasLtEpilogue_t epilogue) {
   if (epilogue & CUBLASLT_EPILOGUE_RELU) return Activation::relu;
   return epilogue & CUBLASLT_EPILOGUE_GELU ? Activation::gelu_tanh : Activation::none;
-}
-
-// Description of scales in a cuBLASLt mode, for an operand with `rows` rows of `terms` elements.
-OperandScales scales_of(int32_t mode, const void* scales, int64_t rows, int64_t terms) {
-  const auto* const at = static_cast<const float*>(scales);
-  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return {at, 0, 0, 0};
-#if !defined(CUBLAS_VERSION) || CUBLAS_VERSION >= 120900
-  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F) return {at, 1, rows, 0};
-  if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F) {
-    const int64_t blocks = terms / kScaledBlock;
-    return {at, ceil_div(blocks, kScalesStep) * kScalesStep, 1, OperandScales::kBlockLog2};
-  }
-#endif
-  return {at, 1, 0, 0};
 }
 
 std::string shape_text(const Matrix& x) { return std::to_string(x.rows) + "x" + std::to_string(x.columns); }
