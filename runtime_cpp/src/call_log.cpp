@@ -59,8 +59,7 @@ namespace {
 struct LoggedCall {
   int64_t number;
   LogClock::time_point at;
-  std::shared_ptr<LoggedOps> own;  // null if the ops belong to a graph
-  LoggedOps* ops;
+  std::shared_ptr<LoggedOps> ops;
   int64_t times;  // The call is done after its ops have ended this many times. All launches of a graph share its ops.
   int end = Milestones::kNone;  // milestone after all ops of the call
   bool is_enqueuing = true;
@@ -192,7 +191,7 @@ struct CallLog::Calls {
       const LoggedCall& call = calls.front();
       done = call.number;
       milestones.give_back(call.end);
-      if (call.own) give_back(*call.own);
+      if (call.ops && !call.ops->is_captured) give_back(*call.ops);
       calls.pop_front();
     }
     for (const auto& ops : of_application) {
@@ -206,7 +205,7 @@ struct CallLog::Calls {
   std::optional<LoggedCall> unfinished() const {
     for (const auto& ops : of_application) {
       if (ops->launches > ops->landed)
-        return LoggedCall{.number = 0, .at = {}, .own = ops, .ops = ops.get(), .times = ops->launches, .is_enqueuing = false};
+        return LoggedCall{.number = 0, .at = {}, .ops = ops, .times = ops->launches, .is_enqueuing = false};
     }
     return calls.empty() ? std::nullopt : std::optional(calls.front());
   }
@@ -228,7 +227,7 @@ constinit thread_local CallLog* CallLog::current_ = nullptr;
 void CallLog::begin_call() {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
-  calls_->calls.push_back({.number = ++calls_->made, .at = LogClock::now(), .own = nullptr, .ops = nullptr, .times = 1});
+  calls_->calls.push_back({.number = ++calls_->made, .at = LogClock::now(), .ops = nullptr, .times = 1});
 }
 
 void CallLog::end_call(cudaStream_t caller) {
@@ -240,7 +239,7 @@ void CallLog::end_call(cudaStream_t caller) {
 
 void CallLog::launches(LoggedOps* ops) {
   const std::lock_guard lock(calls_->mutex);
-  calls_->calls.back().ops = ops;
+  calls_->calls.back().ops = *std::ranges::find(calls_->of_graphs, ops, &std::shared_ptr<LoggedOps>::get);
   calls_->calls.back().times = ++ops->launches;
 }
 
@@ -253,8 +252,7 @@ CallLog::Adding::Adding(CallLog& log, cudaStream_t caller, bool is_marked) {
   calls.next_line();
   const std::lock_guard lock(calls.mutex);
   if (!calls.calls.empty() && calls.calls.back().is_enqueuing) {
-    calls.calls.back().own = calls.adding;
-    calls.calls.back().ops = calls.adding.get();
+    calls.calls.back().ops = calls.adding;
   } else {
     calls.adding->is_captured = true;
     calls.adding->is_marked = is_marked;
@@ -285,7 +283,7 @@ void CallLog::forget(LoggedOps* ops) {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
   calls_->give_back(*ops);
-  std::erase_if(calls_->calls, [ops](const LoggedCall& call) { return call.ops == ops; });
+  std::erase_if(calls_->calls, [ops](const LoggedCall& call) { return call.ops.get() == ops; });
   std::erase_if(calls_->of_graphs, [ops](const auto& own) { return own.get() == ops; });
 }
 
