@@ -10,35 +10,30 @@ namespace {
 ProcessGroup process_group_of(const MeshChannel& channel, int64_t index) {
   const auto& [mesh, names, mesh_axes, ranks, transport] = channel;
   const std::string axes = names;
-  std::vector<int64_t> coordinates(mesh_axes.size());
-  for (size_t i = mesh_axes.size(); i-- > 0;) {
-    coordinates[i] = index % mesh_axes[i].size;
-    index /= mesh_axes[i].size;
-  }
   ProcessGroup process_group{.mesh = mesh, .axes = axes, .key = std::string(mesh) + " " + axes, .transport = transport};
-  std::vector<bool> common(mesh_axes.size(), true);
   std::vector<size_t> along;
   for (size_t begin = 0, end; begin < axes.size(); begin = end + 2) {
     end = std::min(axes.find(", ", begin), axes.size());
-    for (size_t i = 0; i < mesh_axes.size(); ++i) {
-      if (axes.compare(begin, end - begin, mesh_axes[i].name) != 0) continue;
-      common[i] = false;
-      along.push_back(i);
-      process_group.rank_in_group = process_group.rank_in_group * mesh_axes[i].size + coordinates[i];
-      process_group.size *= mesh_axes[i].size;
-    }
+    along.push_back(std::ranges::find(mesh_axes, axes.substr(begin, end - begin), &Axis::name) - mesh_axes.begin());
+    process_group.size *= mesh_axes[along.back()].size;
   }
+  std::vector<int64_t> steps(mesh_axes.size(), 1);  // distance in the mesh of two ranks that are neighbours along an axis
+  for (size_t i = mesh_axes.size(); i-- > 1;) steps[i - 1] = steps[i] * mesh_axes[i].size;
+  int64_t origin = 0;  // the group's first rank in the mesh
   for (size_t i = 0; i < mesh_axes.size(); ++i) {
-    if (common[i]) process_group.key += std::string(", ") + mesh_axes[i].name + "=" + std::to_string(coordinates[i]);
+    if (std::ranges::find(along, i) != along.end()) continue;
+    const int64_t coordinate = index / steps[i] % mesh_axes[i].size;
+    origin += coordinate * steps[i];
+    process_group.key += std::string(", ") + mesh_axes[i].name + "=" + std::to_string(coordinate);
   }
   if (transport != Transport::two_sided) process_group.key += std::string(" ") + name_of(transport);
   for (int64_t member = 0; member < process_group.size; ++member) {
-    int64_t rest = member, rank = 0;
+    int64_t rest = member, rank = origin;
     for (const size_t i : std::views::reverse(along)) {
-      coordinates[i] = rest % mesh_axes[i].size;
+      rank += rest % mesh_axes[i].size * steps[i];
       rest /= mesh_axes[i].size;
     }
-    for (size_t i = 0; i < mesh_axes.size(); ++i) rank = rank * mesh_axes[i].size + coordinates[i];
+    if (rank == index) process_group.rank_in_group = member;
     process_group.ranks.push_back(ranks.empty() ? rank : ranks[rank]);
   }
   return process_group;
