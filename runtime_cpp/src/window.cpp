@@ -7,6 +7,7 @@ extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t
 #endif
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,8 +16,8 @@ extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t
 #include <utility>
 #include <vector>
 
-#include "hostweave/check.h"
 #include "hostweave/background.h"
+#include "hostweave/check.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
 #include "hostweave/reach.h"
@@ -75,10 +76,9 @@ struct WindowArena::Windows {
     std::vector<Registered> registered;  // by channel
   };
 
-  explicit Windows(std::initializer_list<const Channel*> channels) : channels_(channels) {
-    for (const Channel* channel : channels_) {
-      if (channel->size()) users_.push_back(users_of(*channel));
-    }
+  explicit Windows(std::initializer_list<const Channel*> channels) {
+    std::ranges::copy_if(channels, std::back_inserter(channels_), [](const Channel* channel) { return channel->size() > 0; });
+    for (const Channel* channel : channels_) users_.push_back(users_of(*channel));
   }
 
   ~Windows() {
@@ -100,23 +100,20 @@ struct WindowArena::Windows {
     const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
     if (total > memory_.bytes) {
       for (const Channel* channel : channels_) {
-        if (channel->size() && channel->peers() && !by_peers())
+        if (channel->peers() && !by_peers())
           throw ExecutionError("a program cannot combine the transports one_sided and peer; compile it for one of them");
         if (const std::string why = why_out_of_reach(*channel); !why.empty())
           throw ExecutionError("peers cannot write to this rank's memory: " + why + "; compile with transport=\"two_sided\"");
       }
       Memory old = std::exchange(memory_, {});
-      if (in_graphs) {
+      if (in_graphs)
         of_graphs_.push_back(std::move(old));
-      } else {
+      else
         release(std::move(old));
-      }
-      const auto first = std::ranges::find_if(channels_, [](const Channel* channel) { return channel->size() > 0; });
-      memory_.data = allocate_window(first == channels_.end() ? nullptr : *first, total);
+      memory_.data = allocate_window(channels_.empty() ? nullptr : channels_.front(), total);
       memory_.registered.resize(channels_.size());
-      for (size_t channel = 0; channel < channels_.size(); ++channel) {
-        if (channels_[channel]->size()) register_window(*channels_[channel], memory_.data, total, memory_.registered[channel]);
-      }
+      for (size_t channel = 0; channel < channels_.size(); ++channel)
+        register_window(*channels_[channel], memory_.data, total, memory_.registered[channel]);
       memory_.bytes = total;
     }
     if (needed.elsewhere > rest_.bytes() && in_graphs) rest_of_graphs_.push_back(std::exchange(rest_, {}));
@@ -138,7 +135,7 @@ struct WindowArena::Windows {
 
   // True if the channels use transport `peer`.
   bool by_peers() const {
-    return std::ranges::all_of(channels_, [](const Channel* channel) { return !channel->size() || channel->peers(); });
+    return std::ranges::all_of(channels_, [](const Channel* channel) { return channel->peers() != nullptr; });
   }
 
   // True if an abort may have left a stream that waits for a peer forever. Memory cannot be freed then.
@@ -148,8 +145,8 @@ struct WindowArena::Windows {
                                [](const Channel* channel) { return channel->peers() && channel->peers()->is_stuck(); });
   }
 
-  std::vector<const Channel*> channels_;
-  std::vector<std::shared_ptr<WindowUsers>> users_;  // one per channel of this rank
+  std::vector<const Channel*> channels_;             // only channels whose process group contains this rank
+  std::vector<std::shared_ptr<WindowUsers>> users_;  // one per channel
   Memory memory_;
   DeviceMemory rest_;              // memory that peers do not access
   std::vector<Memory> of_graphs_;  // outgrown memory that graphs may use
