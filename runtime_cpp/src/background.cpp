@@ -18,9 +18,7 @@ struct Threads {
   std::condition_variable ended;
   int running = 0;
 };
-Threads& threads() {
-  return immortal([] { return Threads(); });
-}
+Threads& threads() { return immortal<Threads>(); }
 
 }  // namespace
 

@@ -63,9 +63,7 @@ static_assert(sizeof(Maker) <= sizeof(ncclUniqueId));
 
 std::mutex made_mutex;
 // Files that this process has made, by token; guarded by made_mutex.
-auto& made() {
-  return immortal([] { return std::map<uint64_t, int>(); });
-}
+auto& made() { return immortal<std::map<uint64_t, int>, struct Made>(); }
 
 void close_file_of(uint64_t token) {
   const std::lock_guard lock(made_mutex);
@@ -218,9 +216,7 @@ struct GivenUp {
 
 std::mutex given_up_mutex;
 // Memory that is not yet freed; guarded by given_up_mutex.
-auto& given_up() {
-  return immortal([] { return std::vector<GivenUp>(); });
-}
+auto& given_up() { return immortal<std::vector<GivenUp>>(); }
 
 // Frees memory for which is_free() is true, of the current device only. For another device, cudaFree would wait for work that may
 // wait for this thread.

@@ -32,9 +32,7 @@ struct Mapped {
 };
 
 std::mutex mapped_mutex;
-auto& mapped() {
-  return immortal([] { return std::map<void*, Mapped>(); });
-}  // guarded by mapped_mutex
+auto& mapped() { return immortal<std::map<void*, Mapped>>(); }  // guarded by mapped_mutex
 
 // Read and write access for the device of the memory, and for all devices that can access this device.
 std::vector<CUmemAccessDesc> access_of(int device) {

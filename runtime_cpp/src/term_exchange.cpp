@@ -21,9 +21,7 @@ namespace {
 
 std::mutex words_mutex;
 // Abort words in host memory, by communicator. Waiting kernels poll the word of their communicator.
-auto& words() {
-  return immortal([] { return std::map<ncclComm_t, uint32_t*>(); });
-}  // guarded by words_mutex
+auto& words() { return immortal<std::map<ncclComm_t, uint32_t*>, struct Words>(); }  // guarded by words_mutex
 
 }  // namespace
 

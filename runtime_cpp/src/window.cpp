@@ -34,9 +34,7 @@ struct WindowUsers {
 };
 
 std::mutex users_mutex;
-auto& all_users() {  // guarded by users_mutex
-  return immortal([] { return std::map<const void*, std::weak_ptr<WindowUsers>>(); });
-}
+auto& all_users() { return immortal<std::map<const void*, std::weak_ptr<WindowUsers>>>(); }  // guarded by users_mutex
 
 std::shared_ptr<WindowUsers> users_of(const Channel& channel) {
   const std::lock_guard lock(users_mutex);

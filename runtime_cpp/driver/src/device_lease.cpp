@@ -25,9 +25,7 @@ struct Devices {
   std::queue<std::function<void()>> releases;  // run when no lease exists
   bool has_reaper = false;
 };
-Devices& devices() {
-  return immortal([] { return Devices(); });
-}
+Devices& devices() { return immortal<Devices>(); }
 
 constexpr char kReaper[] = "what is freed";
 thread_local bool is_freeing = false;  // this thread runs a release

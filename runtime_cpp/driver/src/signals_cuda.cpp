@@ -40,9 +40,7 @@ struct Signals {
 };
 
 std::mutex known_mutex;
-auto& known() {
-  return immortal([] { return std::map<ncclComm_t, Signals>(); });
-}  // guarded by known_mutex
+auto& known() { return immortal<std::map<ncclComm_t, Signals>>(); }  // guarded by known_mutex
 
 #ifdef HOSTWEAVE_FINDS_SIGNALS
 // Address that a wait of the graph reads; 0 if no wait is found.

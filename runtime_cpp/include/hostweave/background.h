@@ -12,11 +12,10 @@ void in_background(std::function<void()> work);
 // and CUDA.
 void finish_background(double seconds);
 
-// Returns the object that `make` returned at the first call. Each type `Make`, such as the type of a lambda, has one object. The
-// object is never destroyed.
-template <class Make>
-auto& immortal(Make make) {
-  static auto& object = *new auto(make());
+// The only object of type T with this tag. The object is made at the first call, and never destroyed.
+template <class T, class Tag = T>
+T& immortal() {
+  static T& object = *new T;
   return object;
 }
 
