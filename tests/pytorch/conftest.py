@@ -30,9 +30,9 @@ def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs programs of modules by the NumPy interpreter, with all ranks, so that no C++ is compiled."""
-    from hostweave.torch.bound import ProgramPart
+    from hostweave.torch.bound import BoundProgram
 
-    monkeypatch.setattr(ProgramPart, "__call__", _in_numpy)
+    monkeypatch.setattr(BoundProgram, "__call__", _in_numpy)
 
 
 def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:

@@ -50,7 +50,7 @@ def on_stream(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
-class ProgramPart:
+class BoundProgram:
     """A program with the module's tensors bound. A call passes all other inputs by name.
 
     `numbers` maps inputs of the program to indices of arguments of the joint graph of forward and backward.
@@ -65,11 +65,11 @@ class ProgramPart:
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
         self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank in the group; None without a group
-        self.ranges: Ranges | None = None  # further parts, if sizes are unknown at compile time
+        self.ranges: Ranges | None = None  # programs for further sizes, if sizes are unknown at compile time
 
-    def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> ProgramPart:
-        """This part, or a part that is compiled for the sizes of the call."""
-        return (self.ranges and self.ranges.part(arrays, group)) or self
+    def for_call(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> BoundProgram:
+        """This program, or a program that is compiled for the sizes of the call."""
+        return (self.ranges and self.ranges.program_for(arrays, group)) or self
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
         """Runs the program. Returns the values of the graph: this rank's blocks in a group, otherwise global tensors."""

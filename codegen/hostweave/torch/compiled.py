@@ -16,7 +16,7 @@ from hostweave.runtime.graphs import Captured
 from hostweave.runtime.group import Group, init
 from hostweave.runtime.group import current as current_group
 from hostweave.runtime.providers import Threads
-from hostweave.torch.bound import ProgramPart, on_stream
+from hostweave.torch.bound import BoundProgram, on_stream
 from hostweave.torch.caches import continued
 from hostweave.torch.exported import Exported
 from hostweave.torch.graph import Graph
@@ -92,11 +92,11 @@ class CompiledModule(Delegating):
     alone_on: torch.device | None = None  # device of a program of one rank that does not use this process's group
     generation: Any = None  # programs of `generate`, for a module of transformers
 
-    def __init__(self, module: nn.Module, exported: Exported, graph: Graph, part: ProgramPart, *others: ProgramPart):
-        """A call runs `part`. `graph` is the exported graph, without gradients. `others` has the backward program of a TrainingModule, or
+    def __init__(self, module: nn.Module, exported: Exported, graph: Graph, bound: BoundProgram, *others: BoundProgram):
+        """A call runs `bound`. `graph` is the exported graph, without gradients. `others` has the backward program of a TrainingModule, or
         the accumulating program that a TrainingStep may have."""
         super().__init__(module)
-        self._graph, self._specs, self._part, self._ranges = graph, exported.program.call_spec, part, exported.program.range_constraints
+        self._graph, self._specs, self._bound, self._ranges = graph, exported.program.call_spec, bound, exported.program.range_constraints
         self._varying = self._sizes()
         owned = {node: origin for node in {*graph.of_module, *graph.shared.values()} if (origin := graph.origins.get(node))}
         of_module = {node: origin.name for node, origin in owned.items() if origin.kind in ("parameter", "buffer")}
@@ -104,12 +104,12 @@ class CompiledModule(Delegating):
         self._owned |= {node: tensor_of(module, name) for node, name in of_module.items()}
         self._held_tensors = Held(module, dict.fromkeys((*graph.parameters.values(), *of_module.values())))
         self._how, self._state = exported.how, State(module, exported.reads)
-        self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
+        self._folded = Folded(module, {name for of in (graph, bound.graph, *(one.graph for one in others)) for name in of.folded})
 
     @property
     def program(self) -> Program:
         """The compiled program, with its source and `check`."""
-        return self._part.program
+        return self._bound.program
 
     @property
     def checks_values(self) -> bool:
@@ -143,7 +143,7 @@ class CompiledModule(Delegating):
         leaves, group = self._checked(args, kwargs), self._group()
         arrays = {name: leaf.detach() for name, leaf in leaves.items()}
         written = self._written(arrays, group)
-        made = self._finished(self._part.for_call(arrays, group)({**arrays, **written}, group), written, leaves)
+        made = self._finished(self._bound.for_call(arrays, group)({**arrays, **written}, group), written, leaves)
         continued((args, kwargs), made)
         return made
 
@@ -167,8 +167,8 @@ class CompiledModule(Delegating):
             why = "the module checks values on the host after each call, as torch.linalg.inv does"
             raise self._refused(f"capture: {why}; use functions without such checks, such as inv_ex")
         written = self._written(arrays, group)
-        call, copies = self._part.for_call(arrays, group).capture({**arrays, **written}, group)
-        returned = self._finished(self._part.values(call.outputs), written, leaves)
+        call, copies = self._bound.for_call(arrays, group).capture({**arrays, **written}, group)
+        returned = self._finished(self._bound.values(call.outputs), written, leaves)
 
         def launch(stream: Any) -> None:
             copies.renew(stream)
@@ -247,7 +247,7 @@ class CompiledModule(Delegating):
     def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """Keyword arguments of a call, in which copies of one rank's blocks replace the tensors that the program writes."""
         leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in _keywords(self._specs.in_spec)}))
-        types, names = self._part.graph.input_types, self._graph.names
+        types, names = self._bound.graph.input_types, self._graph.names
         blocks: list[Any] = [
             types[names[node]].shard(leaf, rank, self._graph.mesh) if node in self._graph.written else leaf
             for node, leaf in zip(self._graph.arguments, leaves, strict=True)
@@ -275,7 +275,7 @@ class CompiledModule(Delegating):
         """Builds the module's results, and increments the versions of written tensors. `leaves` has the arguments of the call."""
         made: dict[Node, Any] = {node: leaves[name] for node, name in self._graph.names.items() if name in leaves}
         constants = self._graph.constants
-        pairs = zip(self._part.graph.returned, values, strict=True)
+        pairs = zip(self._bound.graph.returned, values, strict=True)
         made |= {node: value for node, value in pairs if isinstance(node, Node) and node not in constants}
         for node, value in self._graph.written.items():
             name = self._graph.names[node]

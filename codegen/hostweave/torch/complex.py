@@ -68,8 +68,8 @@ class _Pairs(Interpreter):
         word = op_of(node).partition(".")[0]
         if word in _TABLE:
             return _TABLE[word](*args, **kwargs)
-        if word in _OF_PARTS and any(map(_is_pair, leaves)):
-            return _by_parts(target, args, kwargs)
+        if word in _BY_COMPONENT and any(map(_is_pair, leaves)):
+            return _by_component(target, args, kwargs)
         why = f"aten.{op_of(node)} of complex numbers is not supported: compute with real and imaginary parts"
         raise refused(ProgramError(why, location(node)), [node])
 
@@ -82,8 +82,8 @@ class _Pairs(Interpreter):
 
 
 def _pair(x: torch.Tensor) -> Pair:
-    parts = aten.view_as_real(x)
-    return Pair(parts.select(-1, 0), parts.select(-1, 1))
+    components = aten.view_as_real(x)
+    return Pair(components.select(-1, 0), components.select(-1, 1))
 
 
 def _is_pair(value: Any) -> bool:
@@ -104,17 +104,17 @@ view reshape _unsafe_view permute transpose t expand slice select unsqueeze sque
 index_select gather roll flip split split_with_sizes unbind sum mean cumsum as_strided lift_fresh_copy repeat flatten unflatten diagonal
 unfold tril triu expand_copy permute_copy view_copy copy neg _neg_view index_put slice_scatter select_scatter chunk
 """
-_OF_PARTS = set(_WORDS.split())
+_BY_COMPONENT = set(_WORDS.split())
 
 
-def _by_parts(target: Any, args: Any, kwargs: Any) -> Any:
+def _by_component(target: Any, args: Any, kwargs: Any) -> Any:
     tensors = pytree.tree_map_only(torch.Tensor, _as_pair, args[0], is_leaf=_is_pair)  # a list may have real and complex tensors
     kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}
 
-    def of_part(part: int) -> Any:
-        return target(*pytree.tree_map(lambda one: one[part] if _is_pair(one) else one, (tensors, *args[1:]), is_leaf=_is_pair), **kwargs)
+    def of_component(number: int) -> Any:
+        return target(*pytree.tree_map(lambda one: one[number] if _is_pair(one) else one, (tensors, *args[1:]), is_leaf=_is_pair), **kwargs)
 
-    re, im = of_part(0), of_part(1)
+    re, im = of_component(0), of_component(1)
     return [Pair(*both) for both in zip(re, im, strict=True)] if isinstance(re, list | tuple) else Pair(re, im)
 
 
@@ -124,11 +124,11 @@ def _add(a: Any, b: Any, alpha: Any = 1) -> Pair:
 
 
 def _where(condition: Any, a: Any, b: Any) -> Pair:
-    return Pair(*(torch.where(condition, *parts) for parts in zip(_as_pair(a), _as_pair(b), strict=True)))
+    return Pair(*(torch.where(condition, *pairs) for pairs in zip(_as_pair(a), _as_pair(b), strict=True)))
 
 
 def _padded(x: Pair, pad: Sequence[int], value: Any = 0) -> Pair:
-    return Pair(*(aten.constant_pad_nd(part, pad, own) for part, own in zip(x, _as_pair(value), strict=True)))
+    return Pair(*(aten.constant_pad_nd(each, pad, own) for each, own in zip(x, _as_pair(value), strict=True)))
 
 
 def _mul(a: Any, b: Any) -> Pair:
@@ -195,7 +195,7 @@ def _cast(x: Any, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Any:
 
 def _full(shape: Any, value: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Pair:
     real = (dtype or torch.complex64).to_real()
-    return Pair(*(torch.full(shape, part, dtype=real, device=device) for part in _as_pair(value)))
+    return Pair(*(torch.full(shape, each, dtype=real, device=device) for each in _as_pair(value)))
 
 
 def _equal(a: Any, b: Any) -> Any:
@@ -226,7 +226,7 @@ def _transformed(x: Pair, dim: int, sign: int) -> Pair:
     """Fourier transform: element k is the sum over j of x[j] exp(sign 2 pi i j k / size)."""
     size = x.re.shape[dim]
     cos, sin = _waves(size, size, size, x.re)
-    re, im = (Pair(_along(part, dim, cos), _along(part, dim, sin)) for part in x)
+    re, im = (Pair(_along(each, dim, cos), _along(each, dim, sin)) for each in x)
     return Pair(re.re - sign * im.im, im.re + sign * re.im)
 
 
@@ -249,7 +249,7 @@ def _c2r(x: Any, dims: Sequence[int], normalization: int, size: int) -> Any:
     x, (*others, last) = _as_pair(x), dims
     scale = _scale([*(x.re.shape[dim] for dim in others), size], normalization)
     terms = size // 2 + 1
-    x = Pair(*(part.narrow(last, 0, terms) for part in _c2c(x, others, 0, False)))
+    x = Pair(*(each.narrow(last, 0, terms) for each in _c2c(x, others, 0, False)))
     cos, sin = _waves(terms, size, size, x.re)
     number = torch.arange(terms, device=x.re.device)
     weight = torch.where((number == 0) | (number * 2 == size), scale, 2 * scale).to(x.re.dtype)[:, None]

@@ -239,12 +239,12 @@ def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> A
 # --- writes at indices ------------------------------------------------------------------------------------------------
 
 
-def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
-    """Replaces the first elements of x along each dim by `part`, and returns the result."""
-    if x.shape[dim:] == part.shape[dim:] or dim == x.ndim:
-        return part
-    inner = _into(x.narrow(dim, 0, part.shape[dim]), part, dim + 1)
-    return inner if x.shape[dim] == part.shape[dim] else x.slice_scatter(inner, dim, 0, part.shape[dim])
+def _into(x: torch.Tensor, source: torch.Tensor, dim: int = 0) -> Any:
+    """Replaces the first elements of x along each dim by `source`, and returns the result."""
+    if x.shape[dim:] == source.shape[dim:] or dim == x.ndim:
+        return source
+    inner = _into(x.narrow(dim, 0, source.shape[dim]), source, dim + 1)
+    return inner if x.shape[dim] == source.shape[dim] else x.slice_scatter(inner, dim, 0, source.shape[dim])
 
 
 def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:

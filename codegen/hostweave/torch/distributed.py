@@ -25,7 +25,7 @@ _OURS = -1  # key of our hooks; keys of torch begin with 0
 
 
 def states(module: nn.Module) -> dict[str, Any]:
-    return {path: part._get_fsdp_state() for path, part in module.named_modules() if isinstance(part, FSDPModule)}
+    return {path: submodule._get_fsdp_state() for path, submodule in module.named_modules() if isinstance(submodule, FSDPModule)}
 
 
 def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
@@ -68,16 +68,16 @@ def on_global_tensors(module: nn.Module) -> Iterator[None]:
     """
     mode, stand_ins, dtypes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor](), _dtypes(module)
     with ExitStack() as stack:
-        for part in module.modules():
+        for submodule in module.modules():
             held: Any
-            for held in (part._parameters, part._buffers):
+            for held in (submodule._parameters, submodule._buffers):
                 for name, tensor in list(held.items()):
                     if isinstance(tensor, DTensor):
                         if id(tensor) not in stand_ins:
                             stand_ins[id(tensor)] = _stand_in(tensor, mode, dtypes.get(id(tensor), tensor.dtype))
                         stack.callback(held.__setitem__, name, tensor)
                         held[name] = stand_ins[id(tensor)]
-            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for hooks in (submodule._forward_pre_hooks, submodule._forward_hooks):
                 for number, hook in list(hooks.items()):
                     if getattr(hook, "__module__", "").startswith(("torch.distributed.tensor", "torch.distributed.fsdp")):
                         stack.callback(_put_back, hooks, dict(hooks))
@@ -110,16 +110,16 @@ def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
     return found
 
 
-def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
+def _cast_around(submodule: nn.Module, policy: Any, stack: ExitStack) -> None:
     """Casts arguments and results of a module as `policy` says, until the stack is closed."""
     if policy.param_dtype and policy.cast_forward_inputs:
-        part._forward_pre_hooks[_OURS] = _casts(policy.param_dtype)[0]
-        part._forward_pre_hooks_with_kwargs[_OURS] = True
-        stack.callback(part._forward_pre_hooks.pop, _OURS)
-        stack.callback(part._forward_pre_hooks_with_kwargs.pop, _OURS)
+        submodule._forward_pre_hooks[_OURS] = _casts(policy.param_dtype)[0]
+        submodule._forward_pre_hooks_with_kwargs[_OURS] = True
+        stack.callback(submodule._forward_pre_hooks.pop, _OURS)
+        stack.callback(submodule._forward_pre_hooks_with_kwargs.pop, _OURS)
     if policy.output_dtype:
-        part._forward_hooks[_OURS] = _casts(policy.output_dtype)[1]
-        stack.callback(part._forward_hooks.pop, _OURS)
+        submodule._forward_hooks[_OURS] = _casts(policy.output_dtype)[1]
+        stack.callback(submodule._forward_hooks.pop, _OURS)
 
 
 @cache

@@ -125,7 +125,7 @@ def exported(
             _rename(program, lambda name: name.removeprefix("module."))
             write_out(program.graph)
             _name_outputs(program)
-            program, names = _without_empty_parts(program), repeats.names_read(reads)
+            program, names = _without_empty_operands(program), repeats.names_read(reads)
         cast_parameters(program, module)
         return Exported(program, repeats.how, names)
     except ProgramError:
@@ -146,12 +146,13 @@ def exported(
 def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) -> Iterator[None]:
     """Refuses `.data` of traced tensors in user code. Records in `assigned` the line at which a module's attribute was last set to a
     tensor. At the end, removes new attributes that contain traced tensors."""
-    thread, own, before = threading.get_ident(), nn.Module.__setattr__, [(vars(part), set(vars(part))) for part in module.modules()]
+    thread, own = threading.get_ident(), nn.Module.__setattr__
+    before = [(state, set(state)) for state in map(vars, module.modules())]
 
-    def put(part: nn.Module, name: str, value: Any) -> None:
+    def put(submodule: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             assigned[name] = Location.of_caller(TORCH)
-        own(part, name, value)
+        own(submodule, name, value)
 
     def of_data(access: Callable[..., Any]) -> Callable[..., Any]:
         def call(x: torch.Tensor, *value: torch.Tensor) -> Any:
@@ -225,7 +226,7 @@ def _replacements(module: nn.Module) -> Iterator[Replacement]:
     yield from ((torch.autograd, name, partial(_refused, _GRADIENTS)) for name in ("grad", "backward"))
     yield from quantized_linears(module)
     yield import_module("torch._higher_order_ops.associative_scan"), "associative_scan", associative_scan
-    for name in {type(part).__module__ for part in module.modules()}:
+    for name in {type(submodule).__module__ for submodule in module.modules()}:
         if name.startswith("transformers.models.") and hasattr(sys.modules[name], "is_torchdynamo_exporting"):
             yield sys.modules[name], "is_torchdynamo_exporting", lambda: False
         if name == "transformers.models.rwkv.modeling_rwkv":
@@ -258,8 +259,8 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
 
 def _line_of(error: Exception) -> Location | None:
     """Innermost line of a traceback outside of torch and of this package."""
-    steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_of_package(frame)]
-    own = [(file, line) for file, line in steps if not file.startswith((TORCH, "<"))]
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_of_package(frame)]
+    own = [(file, line) for file, line in frames if not file.startswith((TORCH, "<"))]
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
 
 
@@ -313,8 +314,8 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     """Refuses hooks, which change gradients outside of the graph. Records each torch.autograd.Function of the user as one op."""
-    for path, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
+    for path, submodule in module.named_modules():
+        if submodule._backward_hooks or submodule._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
 
     thread = threading.get_ident()
@@ -379,11 +380,11 @@ def _name_outputs(program: ExportedProgram) -> None:
             spec.arg.name = node.name
 
 
-def _without_empty_parts(program: ExportedProgram) -> ExportedProgram:
+def _without_empty_operands(program: ExportedProgram) -> ExportedProgram:
     """Removes empty operands of concatenations, such as x[..., n:] if a rotary embedding covers all n features of a head."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         tensors, *dim = node.args
-        parts = [t for t in tensors if not any(isinstance(n, int) and n == 0 for n in t.meta["val"].shape)]
-        node.args = (parts or tensors[:1], *dim)
+        operands = [t for t in tensors if not any(isinstance(n, int) and n == 0 for n in t.meta["val"].shape)]
+        node.args = (operands or tensors[:1], *dim)
     program.graph.eliminate_dead_code()
     return program

@@ -102,9 +102,9 @@ def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Si
 
     def number(own: Callable[..., int], size: SymNode, *where: Any) -> int:
         if size.expr.free_symbols:
-            is_part = function in (torch.unbind, torch.split)
+            is_split = function in (torch.unbind, torch.split)
             why = f"the number of results depends on a size that is known only at a call; {instead_of(function.__name__)}"
-            raise _refused(name, why if is_part else _BY_SIZE)
+            raise _refused(name, why if is_split else _BY_SIZE)
         return own(size, *where)
 
     try:

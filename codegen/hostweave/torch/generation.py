@@ -77,8 +77,8 @@ class TokenGraph:
     def result(self) -> Any:
         """Copy of the last result, without the cache."""
         made = self._captured.outputs
-        parts = {name: value for name, value in made.items() if name != self._word}
-        return type(made)(**{name: _clone(value) for name, value in parts.items()})
+        values = {name: value for name, value in made.items() if name != self._word}
+        return type(made)(**{name: _clone(value) for name, value in values.items()})
 
 
 def _clone(value: Any) -> Any:

@@ -120,7 +120,7 @@ class Graph:
         values. A result in `shared` is replaced by the tensor that shares memory with the result."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
-        of_module = [part for one in self.of_module for part in (one.args if is_complex(one) else (self.shared.get(one, one),))]
+        of_module = [node for one in self.of_module for node in (one.args if is_complex(one) else (self.shared.get(one, one),))]
         if self.of_calls:
             of_module = [one for one in dict.fromkeys(of_module) if one not in self.shared.values() or one.op != "placeholder"]
         return [*written, *(one for one in (*of_module, *checked) if one not in written)]
@@ -251,11 +251,11 @@ class Graph:
         sizes = shape_of(value)
         axes = axes or tuple(() for _ in sizes)
         dims = tuple(Dim.of(f"{s}@{','.join(a)}" if a else s) for s, a in zip(sizes, axes, strict=True))
-        return TensorType(dtype_of(value.dtype), dims, mesh=self.part)
+        return TensorType(dtype_of(value.dtype), dims, mesh=self.submesh)
 
     @property
-    def part(self) -> hw.Mesh | None:
-        """Mesh of the graph if the mesh is a part of the program's mesh, otherwise None."""
+    def submesh(self) -> hw.Mesh | None:
+        """Mesh of the graph if it is a submesh of the program's mesh, otherwise None."""
         return self.mesh if self.mesh.members is not None else None
 
     def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:

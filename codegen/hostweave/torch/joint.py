@@ -123,13 +123,13 @@ class Joint:
         graph, root = torch.fx.Graph(), torch.nn.Module()
         values = {node.name: graph.node_copy(node) for node in self.whole.graph.find_nodes(op="placeholder")}
         returned = list[Any]()
-        for part, count in ((self.forward, len(self.results)), (self.backward, None)):
-            copies = {node: values[node.name] for node in part.graph.find_nodes(op="placeholder")}
-            outputs: Any = graph.graph_copy(part.graph, copies)
+        for module, count in ((self.forward, len(self.results)), (self.backward, None)):
+            copies = {node: values[node.name] for node in module.graph.find_nodes(op="placeholder")}
+            outputs: Any = graph.graph_copy(module.graph, copies)
             returned += outputs[:count]
             values.update((node.name, copy) for node, copy in copies.items())
-            for node in part.graph.find_nodes(op="get_attr"):
-                setattr(root, node.target, getattr(part, node.target))
+            for node in module.graph.find_nodes(op="get_attr"):
+                setattr(root, node.target, getattr(module, node.target))
         for node, copy in copies.items():  # recomputed nodes of the backward graph count as part of the derivative
             if node.op == "call_function" and "nn_module_stack" in node.meta:
                 copy.meta["fwd_nn_module_stack"] = copy.meta.pop("nn_module_stack")
@@ -186,14 +186,14 @@ class Joint:
     def _layouts(self) -> Layouts:
         return replace(self.outer.layouts, outputs={})
 
-    def _origins(self, part: GraphModule) -> dict[Node, Origin]:
+    def _origins(self, module: GraphModule) -> dict[Node, Origin]:
         origins = {}
-        for node in part.graph.nodes:
+        for node in module.graph.nodes:
             if node.op == "placeholder":
                 source = self.source_of(node)
                 origins[node] = Origin("argument", self.tangents.get(node.name, node.name)) if source is None else self.origins[source]
             elif node.op == "get_attr":
-                origins[node] = Origin("constant", node.target, getattr(part, node.target))
+                origins[node] = Origin("constant", node.target, getattr(module, node.target))
         return origins
 
 

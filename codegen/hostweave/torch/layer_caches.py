@@ -95,11 +95,11 @@ class LayerState(NamedTuple):
     written: dict[int, int]  # index of a tensor before the call -> index of the tensor's new contents in the results
 
 
-class CachePart:
-    """The part of a cache that a layer of a model may use: one cache layer, and attributes of the cache."""
+class LayerCache:
+    """State of a cache that a layer of a model may use: one cache layer, and attributes of the cache."""
 
     def __init__(self, cache: Any, layer: nn.Module):
-        indices = {vars(part)[INDEX] for part in layer.modules() if type(vars(part).get(INDEX)) is int}
+        indices = {vars(submodule)[INDEX] for submodule in layer.modules() if type(vars(submodule).get(INDEX)) is int}
         self._cache, self._layers, (*few,) = cache, vars(cache)["layers"], indices
         self._own = few[0] if len(few) == 1 and few[0] < len(self._layers) else None
         self._state = {} if self._own is None else vars(self._layers[self._own])

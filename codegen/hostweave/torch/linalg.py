@@ -137,7 +137,7 @@ def _order_of(pivots: Any, rows: Any, undone: bool = False) -> Any:
     return order
 
 
-def _parts(factors: Any) -> tuple[Any, Any]:
+def _lower_and_upper(factors: Any) -> tuple[Any, Any]:
     n = min(factors.shape[-2:])
     low = factors[..., :, :n].tril(-1)
     return low + torch.eye(low.shape[-2], n, dtype=low.dtype, device=low.device), factors[..., :n, :].triu()
@@ -149,13 +149,13 @@ def _permutation(order: Any, dtype: torch.dtype) -> Any:
 
 def lu(a: Any, *, pivot: bool = True) -> Any:
     factors, _, order, _ = _factored(a, pivot)
-    return (_permutation(order, a.dtype) if pivot else a.new_empty(0), *_parts(factors))
+    return (_permutation(order, a.dtype) if pivot else a.new_empty(0), *_lower_and_upper(factors))
 
 
 def lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
     if not unpack_data or not unpack_pivots:
         return NotImplemented
-    return (_permutation(_order_of(pivots, _rows(factors)), factors.dtype), *_parts(factors))
+    return (_permutation(_order_of(pivots, _rows(factors)), factors.dtype), *_lower_and_upper(factors))
 
 
 def _solved_by(factors: Any, order: Any, b: Any) -> Any:

@@ -129,7 +129,7 @@ def _bracket(own: Callable[..., Any], x: torch.Tensor, index: Any, *value: Any) 
     items = list(index) if isinstance(index, tuple) else [index]
     items = [slice(_read(one.start), _read(one.stop), one.step) if isinstance(one, slice) else one for one in items]
     if any(isinstance(one, slice) and any(map(_is_scalar, (one.start, one.stop))) for one in items):
-        raise _error_of_part("a slice begins or ends at a value of a tensor, so that its size is not known at compile time")
+        raise _error_of_slice("a slice begins or ends at a value of a tensor, so that its size is not known at compile time")
     if not any(map(_is_scalar, items)):
         return own(x, tuple(items) if isinstance(index, tuple) else items[0], *value)
     sizes = [0 if one is None or one is Ellipsis else one.ndim if _is_mask(one) else 1 for one in items]
@@ -149,13 +149,13 @@ def _bracket(own: Callable[..., Any], x: torch.Tensor, index: Any, *value: Any) 
 
 
 def _narrow(own: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Variant of `narrow` that refuses a part that begins or ends at a value of a tensor."""
+    """Variant of `narrow` that refuses a slice that begins or ends at a value of a tensor."""
     if any(_is_scalar(_read(one)) for one in (*args, *kwargs.values())):
-        raise _error_of_part("narrow begins or ends at a value of a tensor, which is not known at compile time")
+        raise _error_of_slice("narrow begins or ends at a value of a tensor, which is not known at compile time")
     return own(x, *args, **kwargs)
 
 
-def _error_of_part(why: str) -> ProgramError:
+def _error_of_slice(why: str) -> ProgramError:
     return ProgramError(f"{why}; use indices, such as begin + torch.arange(n)", Location.of_caller(*OF_TORCH))
 
 

@@ -37,8 +37,8 @@ def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
     if any(one is not None for one in before) or index is None or op_of(index) != "add.Tensor" or index.kwargs:
         return None
     begin = next((one for one in index.args if isinstance(one, Node) and one.meta["val"].ndim == 0), None)
-    steps = next((one for one in index.args if isinstance(one, Node) and one is not begin), None)
-    if begin is None or steps is None or op_of(steps) != "arange.start_step" or steps.args[0] != 0 or steps.args[2:] not in ((), (1,)):
+    arange = next((one for one in index.args if isinstance(one, Node) and one is not begin), None)
+    if begin is None or arange is None or (op_of(arange), arange.args[0]) != ("arange.start_step", 0) or arange.args[2:] not in ((), (1,)):
         return None
     old, new, dim = x.meta["val"].shape, update.meta["val"].shape, len(before)
     fits = len(new) == len(old) and all(a == b for i, (a, b) in enumerate(zip(old, new, strict=True)) if i != dim)
@@ -77,8 +77,8 @@ def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | No
     last, half = value.ndim - 1, value.shape[-1] // 2
     if op_of(negative) != "neg.default" or turned.args[1] not in (-1, last):
         return None
-    parts = [(op_of(part), part.args[:3]) for part in (first, negative.args[0])]
-    if parts != [("slice.Tensor", (x, last, at)) for at in (0, half)] or len(tables) != 2:
+    halves = [(op_of(node), node.args[:3]) for node in (first, negative.args[0])]
+    if halves != [("slice.Tensor", (x, last, at)) for at in (0, half)] or len(tables) != 2:
         return None
     is_table = [isinstance(t, torch.Tensor) and t.dtype == value.dtype and t.shape[-1:] == value.shape[-1:] for t in tables]
     return (x, cos, sin) if all(is_table) else None

@@ -14,7 +14,7 @@ from hostweave.torch.aten import Result, full, resharded
 from hostweave.torch.held import tensor_of
 from hostweave.torch.nodes import name_of
 from hostweave.torch.schedules import Action
-from hostweave.torch.stages import AXIS, Stage, StagePart
+from hostweave.torch.stages import AXIS, Stage, StageFunction
 from hostweave.torch.updates import Updates, clipped, squares, updated_by
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
@@ -35,8 +35,8 @@ class PipelineInputs:
         self.arguments: dict[str, tuple[int, int]] = {}  # input of the program -> (index of the argument, micro-batch)
         self.updated: list[tuple[Stage, str]] = []  # parameters whose gradients the program returns
         for stage in stages:
-            for part in (stage.forward, *stage.parts.values()):
-                self._enter_inputs_of(part, stage, names)
+            for function in (stage.forward, *stage.backward.values()):
+                self._enter_inputs_of(function, stage, names)
         for stage in stages if optimizer else ():
             self.updates[stage.number] = self._updates_of(stage, optimizer)
 
@@ -56,12 +56,12 @@ class PipelineInputs:
         self.tensors[name] = stage, path
         return name
 
-    def _enter_inputs_of(self, part: StagePart, stage: Stage, names: list[str]) -> None:
-        for node, name in part.graph.names.items():
-            type = part.graph.input_types[name]
-            if name in part.graph.bound:
-                self.constants[self._enter((id(part), name), name, type)] = part.graph.bound[name]
-            elif path := part.graph.parameters.get(name):
+    def _enter_inputs_of(self, function: StageFunction, stage: Stage, names: list[str]) -> None:
+        for node, name in function.graph.names.items():
+            type = function.graph.input_types[name]
+            if name in function.graph.bound:
+                self.constants[self._enter((id(function), name), name, type)] = function.graph.bound[name]
+            elif path := function.graph.parameters.get(name):
                 self._enter_tensor(stage, path, type)
             elif (number := stage.joint.source_of(node)) is not None:
                 source = stage.source_of(number)
@@ -75,7 +75,7 @@ class PipelineInputs:
         updates = Updates(optimizer, updated_by(optimizer, trained), self.types, f"stage_{stage.number}_")
         for updated in updates.parameters:
             self.types |= updated.types(self.types[updated.name])
-        self.types |= updates.numbers(stage.outer.part)
+        self.types |= updates.numbers(stage.outer.submesh)
         return updates
 
 
@@ -108,8 +108,8 @@ class _Recording:
             stage = self.stages[number]
             if kind == "forward":
                 self._forward(stage, one)
-            elif kind in stage.parts:
-                self._backward(stage, stage.parts[kind], one)
+            elif kind in stage.backward:
+                self._backward(stage, stage.backward[kind], one)
         scaled = sum(self.losses[1:], self.losses[0]) * (1 / self.pipeline.microbatches)
         if self.pipeline.updates:
             return scaled, *self._step()
@@ -142,11 +142,11 @@ class _Recording:
         is_sharded = isinstance(tensor_of(stage.module, path), DTensor)
         return resharded(gradient, stage.joint.outer.layouts.parameters.get(path, ()) if is_sharded else ())
 
-    def _leaf(self, stage: Stage, part: StagePart, node: Node, name: str, one: int) -> hw.Tensor:
+    def _leaf(self, stage: Stage, function: StageFunction, node: Node, name: str, one: int) -> hw.Tensor:
         """Value of an input of a stage's function."""
-        if name in part.graph.bound:
-            return self.inputs[id(part), name]
-        if path := part.graph.parameters.get(name):
+        if name in function.graph.bound:
+            return self.inputs[id(function), name]
+        if path := function.graph.parameters.get(name):
             return self.inputs[stage.number, path]
         number: Any = stage.joint.source_of(node)
         source: Any = stage.source_of(number)
@@ -156,7 +156,7 @@ class _Recording:
         if key not in self.moved:
             maker = self.stages[source.stage]
             value = self.results_of[source.stage, one][maker.outer.of_module[source.number]]
-            self.moved[key] = _moved(value, part.graph.input_types[name], stage.mesh)
+            self.moved[key] = _moved(value, function.graph.input_types[name], stage.mesh)
         return self.moved[key]
 
     def _forward(self, stage: Stage, one: int) -> None:
@@ -166,7 +166,7 @@ class _Recording:
             loss = stage.joint.results[stage.joint.differentiable.index(True)]
             self.losses.append(self.results_of[stage.number, one][loss])
 
-    def _backward(self, stage: Stage, part: StagePart, one: int) -> None:
+    def _backward(self, stage: Stage, function: StageFunction, one: int) -> None:
         results, kept = self.results_of[stage.number, one], self.kept.setdefault((stage.number, one), {})
         saved = {node.name: results[node] for node in stage.joint.saved if node in results}
         differentiable = [node for node, has in zip(stage.joint.results, stage.joint.differentiable, strict=True) if has]
@@ -182,10 +182,10 @@ class _Recording:
                     return _filled(result, results[result], 1 / self.pipeline.microbatches)
                 key = stage.number, result, one
                 return self.tangents[key] if key in self.tangents else _filled(result, results[result], 0)
-            return self._leaf(stage, part, node, name, one)
+            return self._leaf(stage, function, node, name, one)
 
-        made = part(value)
-        for node, what in zip(part.graph.returned, part.returned, strict=True):
+        made = function(value)
+        for node, what in zip(function.graph.returned, function.returned, strict=True):
             gradient = made.get(node)
             if isinstance(what, str):
                 kept[what] = made[node]

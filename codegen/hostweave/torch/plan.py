@@ -55,7 +55,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
     stated: dict[str, str] = {}  # name -> entry of the plan
-    modules = {name: part for name, part in module.named_modules() if name}
+    modules = {name: submodule for name, submodule in module.named_modules() if name}
 
     def state(kind: str, name: str, layout: AxesOfDims, pattern: str) -> None:
         names = names_of[id(tensors[name])] if kind == "parameters" else [name]

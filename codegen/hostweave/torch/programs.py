@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.options import Options, options_of
-from hostweave.torch.bound import ProgramPart
+from hostweave.torch.bound import BoundProgram
 from hostweave.torch.compiled import CompiledModule
 from hostweave.torch.exported import Exported
 from hostweave.torch.graph import Graph, expect_unchecked, read
@@ -56,10 +56,10 @@ def compiled(
         return compile_program(fusion, target=device, options=own)
 
     if not training:
-        part = ProgramPart(graph, module, program_of)
+        bound = BoundProgram(graph, module, program_of)
         if mesh.size > 1 and settings.overlap == "auto" and vary(graph, settings.sizes):
-            part.ranges = Ranges(graph, lambda sizes: ProgramPart(graph, module, partial(program_of, sizes=sizes)))
-        return CompiledModule(module, exported, graph, part)
+            bound.ranges = Ranges(graph, lambda sizes: BoundProgram(graph, module, partial(program_of, sizes=sizes)))
+        return CompiledModule(module, exported, graph, bound)
     if step is not None:
         expect_unchecked(graph, "a whole step")
     wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(given)]

@@ -19,17 +19,17 @@ class Ranges:
     part for the sizes of the call. Calls use a part that overlaps communication, in a group only after all ranks have compiled it."""
 
     def __init__(self, graph: Graph, compile: Callable[[Mapping[str, int]], Any]):
-        """`compile` compiles a part for the sizes of a call, in a separate thread."""
+        """`compile` compiles a program for the sizes of a call, in a separate thread."""
         self._compile, self._lock = compile, threading.Lock()
         types = graph.input_types
         self._dims = [
             (name, i, dim.size.name, bool(dim.axes)) for name, of in types.items() for i, dim in enumerate(of.dims) if dim.size.name
         ]
-        self._parts: dict[tuple[tuple[str, int], ...], Future[Any]] = {}
+        self._programs: dict[tuple[tuple[str, int], ...], Future[Any]] = {}
         self._calls: dict[Any, int] = {}  # (rank, range) -> number of calls, or -1 once all ranks have compiled
 
-    def part(self, arrays: Mapping[str, Any], group: Group | None) -> Any:
-        """Part for the arguments `arrays`, or None for the sequential program. Collective."""
+    def program_for(self, arrays: Mapping[str, Any], group: Group | None) -> Any:
+        """Program for the arguments `arrays`, or None for the sequential program. Collective."""
         is_one = group is None or group.count == 1
         sizes = {
             size: max(arrays[name].shape[dim], 1)  # the cost model needs at least one element
@@ -40,11 +40,11 @@ class Ranges:
             return None
         key = tuple((name, (size.bit_length() + 1) // 2) for name, size in sorted(sizes.items()))
         with self._lock:
-            if key not in self._parts:
-                if len(self._parts) == KEPT:
+            if key not in self._programs:
+                if len(self._programs) == KEPT:
                     return None
-                self._parts[key] = self._begun(sizes)
-            made = self._parts[key]
+                self._programs[key] = self._begun(sizes)
+            made = self._programs[key]
         of_rank = group.rank if group else None, key
         if (calls := self._calls.get(of_rank, 0)) >= 0:
             self._calls[of_rank] = calls = calls + 1
@@ -57,7 +57,7 @@ class Ranges:
 
     def wait(self) -> None:
         """Waits for compilations that have begun."""
-        for made in list(self._parts.values()):
+        for made in list(self._programs.values()):
             made.result()
 
     def _begun(self, sizes: Mapping[str, int]) -> Future[Any]:
@@ -67,10 +67,10 @@ class Ranges:
             found = None
             try:
                 with tracing:  # one compilation at a time, which leaves most cores to the calls
-                    part = self._compile(sizes)
-                if any(choice.chosen.name != "none" for choice in part.program.choices):
-                    part.program.build()
-                    found = part
+                    bound = self._compile(sizes)
+                if any(choice.chosen.name != "none" for choice in bound.program.choices):
+                    bound.program.build()
+                    found = bound
             except Exception as error:  # the sequential program stays in use
                 warnings.warn(f"{error}; calls of these sizes, {dict(sizes)}, stay sequential", stacklevel=1)
             finally:  # warn() raises if warnings are errors

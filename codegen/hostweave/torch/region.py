@@ -30,8 +30,8 @@ from hostweave.types.mesh import Mesh
 
 
 @dataclass
-class ModelPart:
-    """A part of a model between graph breaks or unsupported ops, for `explain`. `why` is the reason if the part runs eagerly."""
+class Subgraph:
+    """Ops of a model between graph breaks or unsupported ops, for `explain`. `why` is the reason if these ops run eagerly."""
 
     nodes: list[Node]
     returned: list[tuple[str, int]] = field(default_factory=list)  # (name, bytes) of the values that leave the program
@@ -66,10 +66,10 @@ class RegionPlan:
 class Region:
     """A graph of Dynamo, and the programs compiled from it."""
 
-    def __init__(self, plan: RegionPlan, graph: GraphModule, held: Mapping[str, tuple[str, Any]], part: ModelPart):
-        self._plan, self._graph, self._part = plan, graph, part
+    def __init__(self, plan: RegionPlan, graph: GraphModule, held: Mapping[str, tuple[str, Any]], subgraph: Subgraph):
+        self._plan, self._graph, self._subgraph = plan, graph, subgraph
         self._lock, self._programs = threading.Lock(), dict[Any, CompiledModule]()
-        self._places: list[Any] = graph.graph.find_nodes(op="placeholder")
+        self._placeholders: list[Any] = graph.graph.find_nodes(op="placeholder")
         (output,) = graph.graph.find_nodes(op="output")
         self._outputs: list[Any] = list(output.args[0])
         self._held = dict(held)
@@ -77,23 +77,23 @@ class Region:
         self._of_local = {node.args[0]: node for node in locals_}
         expect_global(graph)
         values = [one for node in graph.graph.nodes if (one := value_of(node)) is not None]
-        values += [node.meta["grapharg"].example for node in self._places if is_mesh(node)]
+        values += [node.meta["grapharg"].example for node in self._placeholders if is_mesh(node)]
         self._mesh = plan.mesh_for(values)
         self._sizes = {
             str(size.node.expr): (number, dim)
-            for number, node in reversed([*enumerate(self._places)])
+            for number, node in reversed([*enumerate(self._placeholders)])
             for dim, size in enumerate(getattr(value_of(node), "shape", ()))
             if isinstance(size, torch.SymInt)
         }
 
     def prepare(self) -> None:
         """Compiles the graph for the tensors with which Dynamo traced the graph."""
-        self._program([self._held[node.name][1] if node.name in self._held else None for node in self._places], _Examples(self))
+        self._program([self._held[node.name][1] if node.name in self._held else None for node in self._placeholders], _Examples(self))
 
     def __call__(self, *given: Any) -> Any:
         """Runs the program for the arguments `given`. Results that are DTensors in the graph are DTensors."""
         program = self._program(given, _Examples(self, given))
-        taken = {name: given[self._places.index(node)] for name, node in self._taken.items()}
+        taken = {name: given[self._placeholders.index(node)] for name, node in self._taken.items()}
         made = iter(program(**{name: one.to_local() if isinstance(one, DTensor) else one for name, one in taken.items()}))
         return tuple(self._given(node, next(made)) if not is_number(node) else self._number(node, given) for node in self._outputs)
 
@@ -101,7 +101,7 @@ class Region:
     def _taken(self) -> dict[str, Any]:
         """Maps names of the program's arguments to placeholders."""
         found = dict[str, Any]()
-        for node in self._places:
+        for node in self._placeholders:
             if node.name not in self._held and isinstance(value_of(node), torch.Tensor):
                 found[unique_name(re.sub(r"\W+", "_", node.name).strip("_").removeprefix("l_"), found)] = node
         return found
@@ -125,13 +125,14 @@ class Region:
         if symbol in self._sizes:
             number, dim = self._sizes[symbol]
             return int(given[number].shape[dim])
-        number = next(i for i, node in enumerate(self._places) if str(getattr(getattr(value_of(node), "node", None), "expr", "")) == symbol)
+        symbols = (str(getattr(getattr(value_of(node), "node", None), "expr", "")) for node in self._placeholders)
+        number = list(symbols).index(symbol)
         return int(given[number])
 
     def _program(self, given: Sequence[Any], examples: _Examples) -> CompiledModule:
         """Program for the parameters, buffers, numbers, fixed shapes and grad mode of a call. The key has the parameters, because Dynamo
         uses one graph for several modules of a class."""
-        key = (*(id(one) for node, one in zip(self._places, given, strict=True) if node.name in self._held), *examples.fixed)
+        key = (*(id(one) for node, one in zip(self._placeholders, given, strict=True) if node.name in self._held), *examples.fixed)
         with self._lock:
             if key not in self._programs:
                 self._programs[key] = self._compiled(given, examples)
@@ -140,7 +141,7 @@ class Region:
     def _compiled(self, given: Sequence[Any], examples: _Examples) -> CompiledModule:
         paths = dict[str, str]()
         module = type(self._plan.name, (_Module,), {})(self, examples.numbers)
-        for node, tensor in zip(self._places, given, strict=True):
+        for node, tensor in zip(self._placeholders, given, strict=True):
             if node.name in self._held:
                 path = self._held[node.name][0]
                 paths[node.name] = path if path not in paths.values() else f"{path}.{node.name}"
@@ -166,10 +167,10 @@ class Region:
             self._mark(graph_of.program.graph, layouts)
             program = compiled(graph_of, module, layouts, self._mesh, ((), examples.tensors), training=training, **self._plan.settings)
         if self._mesh.size == 1:
-            program.alone_on = next((node.meta["example_value"].device for node in self._part.nodes if not is_number(node)), None)
-        self._part.model = program
+            program.alone_on = next((node.meta["example_value"].device for node in self._subgraph.nodes if not is_number(node)), None)
+        self._subgraph.model = program
         values = {node.name: value_of(node) for node in self._outputs if isinstance(node, Node)}
-        self._part.returned = [(name, bytes_of(value)) for name, value in values.items() if isinstance(value, torch.Tensor)]
+        self._subgraph.returned = [(name, bytes_of(value)) for name, value in values.items() if isinstance(value, torch.Tensor)]
         return program
 
     def _mark(self, graph: torch.fx.Graph, layouts: Layouts) -> None:
@@ -199,7 +200,7 @@ class _Module(nn.Module):
         region = vars(self)["_region"]
         own = dict(tensors_of(self))
         of_node = {node: given[name] for name, node in region._taken.items()}
-        values = [self._value(node, own, of_node) for node in region._places]
+        values = [self._value(node, own, of_node) for node in region._placeholders]
         with torch.fx.traceback.preserve_node_meta():
             return GlobalRun(region._graph, garbage_collect_values=False).run(*values)
 
@@ -213,7 +214,7 @@ class _Module(nn.Module):
         if isinstance(value_of(node), torch.SymInt):
             region = vars(self)["_region"]
             number, dim = region._sizes[str(value_of(node).node.expr)]
-            return of_node[region._places[number]].shape[dim]
+            return of_node[region._placeholders[number]].shape[dim]
         return node.meta.get("example_value")
 
 
@@ -222,7 +223,7 @@ class _Examples:
 
     def __init__(self, region: Region, given: Sequence[Any] | None = None):
         self.numbers, self.tensors, self.dynamic = dict[str, int](), dict[str, torch.Tensor](), dict[str, Any]()
-        for number, node in enumerate(region._places):
+        for number, node in enumerate(region._placeholders):
             made = value_of(node)
             if isinstance(made, torch.SymInt) and str(made.node.expr) not in region._sizes:
                 self.numbers[node.name] = int(given[number]) if given is not None else int(made.node.hint)
@@ -230,7 +231,7 @@ class _Examples:
         for name, node in region._taken.items():
             local = region._of_local.get(node, node)
             made = value_of(local)
-            own = given[region._places.index(node)].shape if given is not None and local is node else made.shape
+            own = given[region._placeholders.index(node)].shape if given is not None and local is node else made.shape
             sizes = [size if isinstance(size, int) else int(size.node.hint) for size in own]
             of = value_of(node)
             self.tensors[name] = torch.empty(sizes, dtype=of.dtype, device=of.device).requires_grad_(of.requires_grad and training)

@@ -25,7 +25,7 @@ from hostweave.torch.compiled import Delegating
 from hostweave.torch.dynamo import MARK, location_of, nodes_of, op_name, value_of, wants_one_graph
 from hostweave.torch.nodes import location
 from hostweave.torch.plan import Layouts
-from hostweave.torch.region import ModelPart, Region, RegionPlan
+from hostweave.torch.region import Region, RegionPlan, Subgraph
 from hostweave.torch.training import TrainingModule
 from hostweave.types.mesh import Mesh
 
@@ -42,8 +42,8 @@ class Backend:
         self.plan = RegionPlan(name, mesh, layouts or Layouts(), settings)
         names = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
         self._names = {id(tensor): name for name, tensor in names}
-        self._paths = {} if module is None else {str(id(part)): path for path, part in module.named_modules()}
-        self.parts, self.breaks = list[ModelPart](), list[tuple[str, str]]()
+        self._paths = {} if module is None else {str(id(submodule)): path for path, submodule in module.named_modules()}
+        self.subgraphs, self.breaks = list[Subgraph](), list[tuple[str, str]]()
 
     def __call__(self, graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a graph of Dynamo. Under fullgraph=True, raises ProgramError for unsupported ops."""
@@ -74,22 +74,22 @@ class Backend:
     def _computes(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], is_whole: bool) -> Callable[..., Any]:
         """A callable for a graph: one program, or programs and eager ops."""
         calls = [node for node in graph.graph.nodes if node.op.startswith("call_") and node.target is not operator.getitem]
-        part = ModelPart([node for node in calls if isinstance(value_of(node), torch.Tensor | list | tuple)])
-        if not part.nodes:
+        subgraph = Subgraph([node for node in calls if isinstance(value_of(node), torch.Tensor | list | tuple)])
+        if not subgraph.nodes:
             return graph.forward  # the graph computes only sizes
         try:
-            region = Region(self.plan, graph, held, part)
+            region = Region(self.plan, graph, held, subgraph)
             region.prepare()
         except ProgramError as error:
             if is_whole:
                 raise
             fallen = nodes_of(graph, error)
             if not fallen or len(fallen) == len(calls):
-                part.why = str(error)
-                self.parts.append(part)
+                subgraph.why = str(error)
+                self.subgraphs.append(subgraph)
                 return graph.forward
             return self._split(graph, held, fallen)
-        self.parts.append(part)
+        self.subgraphs.append(subgraph)
         return region
 
     def _split(self, graph: GraphModule, held: Mapping[str, tuple[str, Any]], fallen: Mapping[Node, str]) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ class Backend:
             inner: Any = whole.get_submodule(outer.target)
             own = [node for node in inner.graph.nodes if node.op.startswith("call_")]
             if why := next((names[node.name] for node in own if node.name in names), ""):
-                self.parts.append(ModelPart([node for node in own if node.target is not operator.getitem], why=why))
+                self.subgraphs.append(Subgraph([node for node in own if node.target is not operator.getitem], why=why))
                 continue
             passed = {
                 placeholder.name: held[given.name]
@@ -139,24 +139,24 @@ class ModelInRegions(Delegating):
 
     @property
     def programs(self) -> list[Program]:
-        """The latest program of each compiled part, in the order of `explain`."""
-        return [part.model.program for part in self.backend.parts if part.model is not None]
+        """The latest program of each compiled subgraph, in the order of `explain`."""
+        return [subgraph.model.program for subgraph in self.backend.subgraphs if subgraph.model is not None]
 
     def explain(self) -> str:
-        """Lists the compiled parts, the eager ops with the reason, and the graph breaks. If there are several parts, adds the bytes that
-        leave each program."""
+        """Lists the compiled subgraphs, the eager ops with the reason, and the graph breaks. If there are several subgraphs, adds the
+        bytes that leave each program."""
         lines = []
-        for number, part in enumerate(self.backend.parts):
-            first = next((found for node in part.nodes if (found := location(node))), None)
+        for number, subgraph in enumerate(self.backend.subgraphs):
+            first = next((found for node in subgraph.nodes if (found := location(node))), None)
             at = f" from {first}" if first else ""
-            if part.why:
-                names = ", ".join(dict.fromkeys(op_name(node) for node in part.nodes))
-                lines.append(f"{number}: eager{at}: {names}: {part.why}")
+            if subgraph.why:
+                names = ", ".join(dict.fromkeys(op_name(node) for node in subgraph.nodes))
+                lines.append(f"{number}: eager{at}: {names}: {subgraph.why}")
             else:
-                total = sum(size for _, size in part.returned)
-                costs = f"; {len(part.returned)} values of {total} bytes leave the program" if len(self.backend.parts) > 1 else ""
-                passes = "forward and backward pass of " if isinstance(part.model, TrainingModule) else ""
-                lines.append(f"{number}: compiled{at}: {passes}{len(part.nodes)} ops{costs}")
+                total = sum(size for _, size in subgraph.returned)
+                costs = f"; {len(subgraph.returned)} values of {total} bytes leave the program" if len(self.backend.subgraphs) > 1 else ""
+                passes = "forward and backward pass of " if isinstance(subgraph.model, TrainingModule) else ""
+                lines.append(f"{number}: compiled{at}: {passes}{len(subgraph.nodes)} ops{costs}")
         lines += [f"graph break at {where}: {reason}" for where, reason in dict.fromkeys(self.backend.breaks)]
         return "\n".join(lines)
 

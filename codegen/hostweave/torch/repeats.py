@@ -23,7 +23,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from hostweave.base.errors import ProgramError
-from hostweave.torch.layer_caches import INDEX, CachePart, LayerIndex, LayerState, described, flat, is_cache, tensors_in, with_tensors
+from hostweave.torch.layer_caches import INDEX, LayerCache, LayerIndex, LayerState, described, flat, is_cache, tensors_in, with_tensors
 from hostweave.torch.nodes import OF_TORCH, written_by
 from hostweave.torch.ops import define, ops
 from hostweave.torch.plan import tensors_of
@@ -75,10 +75,10 @@ class _LayerCall:
         caches = {id(leaf): leaf for leaf in self.leaves if is_cache(leaf)}
         self.has_cache = len(caches) == 1
         (cache,) = caches.values() if self.has_cache else (SimpleNamespace(layers=[]),)
-        self.part = CachePart(cache, layer)
+        self.cache = LayerCache(cache, layer)
         self.arguments = tensors_in(self.leaves)
-        self.operands = [*self.arguments, *self.part.tensors], [tensor for _, tensor in tensors_of(layer)]
-        state, others = self.part.key(), [None if self.has_cache and is_cache(leaf) else leaf for leaf in self.leaves]
+        self.operands = [*self.arguments, *self.cache.tensors], [tensor for _, tensor in tensors_of(layer)]
+        state, others = self.cache.key(), [None if self.has_cache and is_cache(leaf) else leaf for leaf in self.leaves]
         modes, arguments = [torch.is_grad_enabled(), autocast_dtypes()], described(others)
         self.key = None if state is None or arguments is None else [self.spec, modes, arguments, state]
 
@@ -103,9 +103,9 @@ class Repeats:
         self.how: dict[str, str] = {}
         self.layers = {
             f"{path}.{name}".lstrip("."): layer
-            for path, part in module.named_modules()
-            for name, layer in part.named_children()
-            if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
+            for path, submodule in module.named_modules()
+            for name, layer in submodule.named_children()
+            if name.isdigit() and len(submodule._modules) > 1 and not any(word.isdigit() for word in path.split("."))
         }
         self._firsts: dict[str, list[_First]] = {}  # by path of the list of modules
         self._traced: list[Traced] = []  # strong references; those of the global `_traced` are weak
@@ -140,7 +140,7 @@ class Repeats:
                 else:
                     firsts.append(first)
                     made = ops.layer_ends(made, first.traced.number)
-            call.part.put(first.state, made)
+            call.cache.put(first.state, made)
             return with_tensors(first.returned, first.spec, made)
 
         return forward
@@ -154,12 +154,12 @@ class Repeats:
         self.has_indices |= call.has_cache
         self._is_inside = True
         try:
-            with watched(layer, call.has_cache) as (reads, written), call.part.lent(begun[traced.arguments :]):
+            with watched(layer, call.has_cache) as (reads, written), call.cache.lent(begun[traced.arguments :]):
                 returned, spec = flat(own(*args, **kwargs))
         finally:
             self._is_inside = False
         made = tensors_in(returned)
-        state, why = call.part.after(made)
+        state, why = call.cache.after(made)
         traced.returns(made)
         if described(returned) is None:
             why = "it returns an object that is neither a tensor nor a number"
@@ -199,7 +199,7 @@ class Repeats:
 
 def _structure(layer: nn.Module) -> object:
     """Classes, parameters and buffers of a layer, including which tensors are identical."""
-    modules = [(path, type(part)) for path, part in layer.named_modules(remove_duplicate=False)]
+    modules = [(path, type(submodule)) for path, submodule in layer.named_modules(remove_duplicate=False)]
     positions: dict[int, int] = {}
     tensors = [
         (name, described([one]), one.requires_grad, positions.setdefault(id(one), n)) for n, (name, one) in enumerate(tensors_of(layer))
@@ -250,13 +250,13 @@ def watched(layer: nn.Module, has_cache: bool = False) -> Iterator[tuple[dict[st
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
-        for path, part in layer.named_modules():
-            stack.callback(setattr, part, "__class__", type(part))
-            index = vars(part).get(INDEX) if has_cache else None
+        for path, submodule in layer.named_modules():
+            stack.callback(setattr, submodule, "__class__", type(submodule))
+            index = vars(submodule).get(INDEX) if has_cache else None
             instead = {INDEX: LayerIndex(index)} if type(index) is int else {}
-            part.__class__ = _watching(type(part), vars(part), reads.setdefault(path, {}), written, instead)
+            submodule.__class__ = _watching(type(submodule), vars(submodule), reads.setdefault(path, {}), written, instead)
         yield reads, written
-        of_all = ((name, read) for of_part in reads.values() for name, read in of_part.items())
+        of_all = ((name, read) for of_submodule in reads.values() for name, read in of_submodule.items())
         written += [name for name, read in of_all if not is_same(read.contents, _contents(read.found))]
 
 

@@ -16,7 +16,7 @@ from hostweave.torch.replaced import Replacement
 
 def scaled_linears(fp8: str | Mapping[str, str], module: nn.Module, layouts: Layouts) -> dict[str, str]:
     """Maps the path of each linear that `fp8` selects to the scaling of the linear."""
-    linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    linears = {name: submodule for name, submodule in module.named_modules() if isinstance(submodule, nn.Linear)}
     if isinstance(fp8, str):
         found = {name: fp8 for name in linears if f"{name}.weight" in layouts.parameters}
         if not found:
@@ -44,7 +44,7 @@ def scale_linears(graph: torch.fx.Graph, linears: Mapping[str, str]) -> None:
 
 def quantized_linears(module: nn.Module) -> Iterator[Replacement]:
     """Yields replacements for `forward` of transformers' linears with 8-bit weights. One op replaces calls of Triton kernels."""
-    for of in {type(part) for part in module.modules()}:
+    for of in {type(submodule) for submodule in module.modules()}:
         if (forward := _FORWARD.get(f"{of.__module__}.{of.__qualname__}")) is not None:
             yield of, "forward", forward
 

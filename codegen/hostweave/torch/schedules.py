@@ -17,7 +17,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[Action]:
+def schedule_of(name: str, stages: int, submeshes: int, microbatches: int) -> list[Action]:
     """Actions of all parts of the mesh, each after the actions on which it depends.
 
     Stage s is at coordinate `s % parts`. "auto" is 1F1B, or interleaved 1F1B if a coordinate has several stages.
@@ -25,23 +25,23 @@ def schedule_of(name: str, stages: int, parts: int, microbatches: int) -> list[A
     """
     if name not in SCHEDULES:
         raise ProgramError(f"hostweave.torch.compile: there is no schedule={name!r}; {did_you_mean(str(name), SCHEDULES)}")
-    if stages % parts:
-        why = f"{stages} stages cannot be divided evenly among the {parts} parts of the mesh"
-        raise ProgramError(f"hostweave.torch.compile: {why}; cut the module into a multiple of {parts}")
-    each = stages // parts
+    if stages % submeshes:
+        why = f"{stages} stages cannot be divided evenly among the {submeshes} parts of the mesh"
+        raise ProgramError(f"hostweave.torch.compile: {why}; cut the module into a multiple of {submeshes}")
+    each = stages // submeshes
     if name == "1f1b" and each > 1:
         why = f"each part of the mesh has {each} stages, but 1f1b supports one"
         raise ProgramError(f'hostweave.torch.compile: schedule="1f1b": {why}; use schedule="interleaved"')
     if name == "interleaved" and each == 1:
         why = "each part of the mesh has only one stage"
         raise ProgramError(f'hostweave.torch.compile: schedule="interleaved": {why}; use schedule="1f1b", or more stages')
-    if each > 1 and name != "gpipe" and microbatches % parts:
-        why = f"each part of the mesh runs micro-batches in groups of {parts}, but there are {microbatches}"
-        raise ProgramError(f"hostweave.torch.compile: {why}; use a multiple of {parts}")
-    return _merged([_of_part(name, coordinate, each, parts, microbatches) for coordinate in range(parts)], stages)
+    if each > 1 and name != "gpipe" and microbatches % submeshes:
+        why = f"each part of the mesh runs micro-batches in groups of {submeshes}, but there are {microbatches}"
+        raise ProgramError(f"hostweave.torch.compile: {why}; use a multiple of {submeshes}")
+    return _merged([_of_submesh(name, coordinate, each, submeshes, microbatches) for coordinate in range(submeshes)], stages)
 
 
-def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: int) -> list[Action]:
+def _of_submesh(name: str, coordinate: int, each: int, submeshes: int, microbatches: int) -> list[Action]:
     """Actions of one part of the mesh, in the order of execution.
 
     gpipe runs all forward passes before all backward passes. auto, 1f1b and interleaved are Megatron's interleaved 1F1B
@@ -49,14 +49,14 @@ def _of_part(name: str, coordinate: int, each: int, parts: int, microbatches: in
     parameters c backward passes later than gradients of inputs. With one stage per part, zero_bubble is ZB-H1
     (https://arxiv.org/abs/2401.10241).
     """
-    own = [coordinate + number * parts for number in range(each)]
+    own = [coordinate + number * submeshes for number in range(each)]
     if name == "gpipe":
         forward = [Action("forward", stage, one) for stage in own for one in range(microbatches)]
         return forward + [Action("backward", stage, one) for stage in reversed(own) for one in range(microbatches)]
-    groups = [range(first, min(first + parts, microbatches)) for first in range(0, microbatches, parts)]
+    groups = [range(first, min(first + submeshes, microbatches)) for first in range(0, microbatches, submeshes)]
     forward = [Action("forward", stage, one) for group in groups for stage in own for one in group]
     backward = [Action("backward", stage, one) for group in groups for stage in reversed(own) for one in group]
-    ahead = min((parts - coordinate - 1) * (2 if each > 1 else 1) + (each - 1) * parts, len(forward))
+    ahead = min((submeshes - coordinate - 1) * (2 if each > 1 else 1) + (each - 1) * submeshes, len(forward))
     order, later = forward[:ahead], list[Action]()
     for number, action in enumerate(backward):
         order += forward[ahead + number : ahead + number + 1]

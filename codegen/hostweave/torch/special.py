@@ -88,13 +88,13 @@ def _k_scaled(order: int, x: Any) -> Any:
     z, log = low * low / 4, torch.log(low / 2)
     sums = _psi_series(order, z, 7)
     series = log * _i(1, low) + 1 / low - low / 4 * sums if order else sums - log * _i(0, low)
-    high, step = x.clamp(min=1.0), 0.2
+    high, spacing = x.clamp(min=1.0), 0.2
     total: Any = torch.full_like(high, 0.5)
     for k in range(1, 21):
-        wide = math.cosh(step * k)
+        wide = math.cosh(spacing * k)
         total = total + torch.exp(high * (1 - wide)) * (wide if order else 1.0)
     far, even, odd = _hankel(order, x, 1.0)
-    integral = torch.where(x <= _FAR, total * step, (even + odd) * torch.sqrt(math.pi / (2 * far)))
+    integral = torch.where(x <= _FAR, total * spacing, (even + odd) * torch.sqrt(math.pi / (2 * far)))
     made = torch.where(x <= 1, series * torch.exp(low), integral)
     return torch.where(x > 0, made, torch.where(x == 0, math.inf, math.nan))
 

@@ -15,7 +15,7 @@ from hostweave.torch.exported import exported
 from hostweave.torch.graph import Graph, Origin, expect_unchecked, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.plan import AxesOfDims, layouts
-from hostweave.torch.stages import HERE, Source, Stage, StagePart, entries_for
+from hostweave.torch.stages import HERE, Source, Stage, StageFunction, entries_for
 from hostweave.torch.state import State
 from hostweave.torch.trace import traced_function
 from hostweave.types.mesh import Mesh
@@ -73,7 +73,7 @@ def traced_stage(
     joint = joint_of(outer, [one.requires_grad for one in given], is_last)
     name = f"stage_{number}"
     graph = joint.forward_graph()
-    forward = StagePart(graph, *traced_function(graph, f"{name}_forward", options))
+    forward = StageFunction(graph, *traced_function(graph, f"{name}_forward", options))
     backward = joint.backward_graph(graph, forward.types)
     for node, origin in zip(backward.returned, joint.origins, strict=True):
         if node in backward.constants:
@@ -82,23 +82,23 @@ def traced_stage(
     every = [at for at, node in enumerate(backward.returned) if isinstance(node, Node)]
     of_inputs = [at for at in every if stage.source_of(at) is not None]
     if not splits:
-        stage.parts["backward"] = _backward_part(backward, every, f"{name}_backward", options)
+        stage.backward["backward"] = _backward_function(backward, every, f"{name}_backward", options)
     elif not of_inputs or of_inputs == every:  # nothing to split: all gradients belong to inputs, or none does
-        stage.parts["input"] = _backward_part(backward, every, f"{name}_backward", options)
+        stage.backward["input"] = _backward_function(backward, every, f"{name}_backward", options)
     else:
         first, kept = _half(backward, of_inputs, {})
-        stage.parts["input"] = _backward_part(first, [*of_inputs, *kept], f"{name}_backward_input", options)
-        types = dict(zip(kept, stage.parts["input"].types[len(of_inputs) :], strict=True))
+        stage.backward["input"] = _backward_function(first, [*of_inputs, *kept], f"{name}_backward_input", options)
+        types = dict(zip(kept, stage.backward["input"].types[len(of_inputs) :], strict=True))
         of_weights = [at for at in every if at not in of_inputs]
         second, _ = _half(backward, of_weights, types)
-        stage.parts["weight"] = _backward_part(second, of_weights, f"{name}_backward_weight", options)
+        stage.backward["weight"] = _backward_function(second, of_weights, f"{name}_backward_weight", options)
     return stage, rows
 
 
-def _backward_part(graph: Graph, numbers: list[Any], name: str, options: Options) -> StagePart:
+def _backward_function(graph: Graph, numbers: list[Any], name: str, options: Options) -> StageFunction:
     each = iter(numbers)
     returned = [next(each) if isinstance(node, Node) else None for node in graph.returned]
-    return StagePart(graph, *traced_function(graph, name, options), returned)
+    return StageFunction(graph, *traced_function(graph, name, options), returned)
 
 
 def _half(graph: Graph, wanted: list[int], before: Mapping[str, TensorType]) -> tuple[Graph, list[str]]:

@@ -34,7 +34,7 @@ class Source:
 
 
 @dataclass
-class StagePart:
+class StageFunction:
     graph: Graph
     function: BlockFunction
     types: list[TensorType]
@@ -56,14 +56,14 @@ class Stage:
     sources: list[Source]
     outer: Graph
     joint: Joint
-    forward: StagePart
+    forward: StageFunction
     state: State
-    parts: dict[str, StagePart] = field(default_factory=dict)  # by action
+    backward: dict[str, StageFunction] = field(default_factory=dict)  # by action
 
     @property
     def trained(self) -> list[tuple[str, TensorType]]:
         """(path, type in the program) of each parameter that gets a gradient."""
-        numbers = [what for part in self.parts.values() for what in part.returned if isinstance(what, int)]
+        numbers = [what for function in self.backward.values() for what in function.returned if isinstance(what, int)]
         own = [(self.joint.origins[at], self.joint.sources[at]) for at in numbers if self.source_of(at) is None]
         return [(origin.name, self.outer.type_of(node, self.joint.axes_of(origin))) for origin, node in own]
 

@@ -24,24 +24,23 @@ class State:
 
     def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
         self._module, self._training, self._autocast = module, module.training, autocast_dtypes()
-        self._parts = [part._modules for part in module.modules()]
-        self._parts_before = [dict(parts) for parts in self._parts]
-        modules = {path: part for path, part in module.named_modules() if path in reads}
+        self._children = [submodule._modules for submodule in module.modules()]
+        self._children_before = [dict(children) for children in self._children]
+        modules = {path: submodule for path, submodule in module.named_modules() if path in reads}
         self._names = {path: sorted(reads[path] - _OF_TORCH) for path in modules}
-        self._held = {path: vars(part) for path, part in modules.items()}
+        self._held = {path: vars(submodule) for path, submodule in modules.items()}
         self._values = {path: {name: held.get(name, _ABSENT) for name in self._names[path]} for path, held in self._held.items()}
         of_instances = {path: [name for name in names if name in self._held[path]] for path, names in self._names.items()}
         self._fast = [(itemgetter(*names), self._held[path]) for path, names in of_instances.items() if names]
         self._expected = [read(held) for read, held in self._fast]
-        # getattr(part, name) would run properties. Properties, such as those of spectral_norm, may write to buffers.
-        found = [
-            self._held[path].get(name, getattr(type(part), name, None)) for path, part in modules.items() for name in self._names[path]
-        ]
+        # getattr(submodule, name) would run properties. Properties, such as those of spectral_norm, may write to buffers.
+        of_modules = ((type(modules[path]), held, name) for path, held in self._held.items() for name in self._names[path])
+        found = [held.get(name, getattr(kind, name, None)) for kind, held, name in of_modules]
         self._contents = [(one, _contents(one), _contents(one).copy()) for one in _containers(found)]
         self._live, self._before = [live for _, live, _ in self._contents], [before for *_, before in self._contents]
-        self._classes = list({type(part): None for part in modules.values()})
+        self._classes = list({type(submodule): None for submodule in modules.values()})
         self._forwards = [of.forward for of in self._classes]
-        every = [(path, getattr(part, name)) for path, part in module.named_modules() for name in _HOOKS]
+        every = [(path, getattr(submodule, name)) for path, submodule in module.named_modules() for name in _HOOKS]
         every += [("every module", getattr(of_all_modules, f"_global{name}")) for name in _HOOKS]
         self._hooks = [(path, hooks, list(hooks)) for path, hooks in every]
         self._sized = [*self._held.values(), *(hooks for _, hooks, there in self._hooks if there)]
@@ -56,7 +55,7 @@ class State:
             is_same = (
                 [read(held) for read, held in self._fast] == self._expected
                 and (self._module.training, autocast_dtypes()) == (self._training, self._autocast)
-                and self._parts == self._parts_before
+                and self._children == self._children_before
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
                 and RemovableHandle.next_id == self._handles  # no hook was added to any module
@@ -78,8 +77,8 @@ class State:
         yield from (f"{change}; compile it again" for change in self._changes())
 
     def _changes(self) -> Iterator[str]:
-        for before, now in zip(self._parts_before, self._parts, strict=True):
-            yield from (f"{name} was replaced after compilation" for name, part in before.items() if now.get(name) is not part)
+        for before, now in zip(self._children_before, self._children, strict=True):
+            yield from (f"{name} was replaced after compilation" for name, child in before.items() if now.get(name) is not child)
         if self._module.training != self._training:
             yield f"the mode has changed from {'train' if self._training else 'eval'}()"
         for path, held in self._held.items():

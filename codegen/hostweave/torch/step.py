@@ -11,7 +11,7 @@ import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
-from hostweave.torch.bound import ProgramPart
+from hostweave.torch.bound import BoundProgram
 from hostweave.torch.exported import Exported
 from hostweave.torch.graph import GradientUpdate, Graph
 from hostweave.torch.held import tensor_of
@@ -55,13 +55,13 @@ class TrainingStep(Differentiated):
         self._added, self._sums = 0, dict[str, torch.Tensor]()
         self._updates = Updates(optimizer, updated_by(optimizer, _with_gradients(module, joint, graph)), graph.input_types)
         graph.update = self._update(graph)
-        parts = [ProgramPart(graph, module, partial(compile, end="_step"), joint.numbers_of(graph))]
+        programs = [BoundProgram(graph, module, partial(compile, end="_step"), joint.numbers_of(graph))]
         if accumulate > 1:
             graph = joint.step_graph(SCALE if self._scale else "")
             graph.update = self._addition(graph)
-            parts.append(ProgramPart(graph, module, partial(compile, end="_accumulate"), joint.numbers_of(graph)))
-        super().__init__(module, exported, joint, *parts)
-        self._adding = parts[-1]
+            programs.append(BoundProgram(graph, module, partial(compile, end="_accumulate"), joint.numbers_of(graph)))
+        super().__init__(module, exported, joint, *programs)
+        self._adding = programs[-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a step, or adds gradients. Returns the module's results from before the update.
@@ -71,15 +71,15 @@ class TrainingStep(Differentiated):
         """
         passed, given = self._leaves(args, kwargs)
         group = current_group()
-        self._updates.expect_held(self._name, self._part.graph.input_types if group else {})
+        self._updates.expect_held(self._name, self._bound.graph.input_types if group else {})
         results = (self._add if self._added + 1 < self._accumulate else self._step)(given, group)
         return self._ended(passed, results)
 
     def _step(self, given: Sequence[Any], group: Group | None) -> list[Any]:
-        part, updates = self._part, self._updates
+        bound, updates = self._bound, self._updates
         had_state = updates.has_state()
         numbers, hosts = updates.next(self._name, self._device)
-        made = part({**self._taken(part, given), **updates.entries(), **numbers}, group)
+        made = bound({**self._taken(bound, given), **updates.entries(), **numbers}, group)
         count, self._added = len(self._joint.results), 0
         if self._clip is not None:
             self.grad_norm = made[count]
@@ -95,11 +95,11 @@ class TrainingStep(Differentiated):
         self._added += 1
         return made[: len(self._joint.results)]
 
-    def _taken(self, part: ProgramPart, given: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Inputs of a part that both programs have, including the accumulated gradients and the loss scale."""
+    def _taken(self, bound: BoundProgram, given: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Inputs that both programs have, including the accumulated gradients and the loss scale."""
         if self._accumulate > 1 and not self._sums:
             self._sums = {f"{one.name}_{_SUM}": torch.zeros_like(local(one.parameter)) for one in self._updates.parameters}
-        return {**part.taken(given), **self._sums, **({SCALE: self._scale.now()} if self._scale else {})}
+        return {**bound.taken(given), **self._sums, **({SCALE: self._scale.now()} if self._scale else {})}
 
     def _update(self, graph: Graph) -> GradientUpdate:
         updates = self._updates

@@ -17,11 +17,11 @@ aten = torch.ops.aten
 
 def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None:
     """Order of dims in which the elements are contiguous in memory, or None."""
-    order, step = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim])), 1
+    order, expected = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim])), 1
     for dim in order:
-        if sizes[dim] != 1 and strides[dim] != step:
+        if sizes[dim] != 1 and strides[dim] != expected:
             return None
-        step *= sizes[dim]
+        expected *= sizes[dim]
     return order[::-1]
 
 
@@ -84,7 +84,7 @@ def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offs
         return NotImplemented
     flat = x.permute(held).reshape(-1)
     begin = 0 if offset is None else offset - x.storage_offset()
-    last = begin + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    last = begin + sum((n - 1) * each for n, each in zip(size, stride, strict=True))
     if prod(size) and not 0 <= begin <= last < x.numel():  # reads memory outside of x
         return NotImplemented
     order = _by_stride(size, stride)
@@ -95,8 +95,8 @@ def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offs
 
 def _positions(size: Sequence[int], stride: Sequence[int], begin: Any, device: torch.device) -> Any:
     positions = torch.full((1,) * len(size), begin, dtype=torch.int64, device=device)
-    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
-        positions = positions + (torch.arange(n, device=device) * step).view(-1, *[1] * (len(size) - 1 - dim))
+    for dim, (n, each) in enumerate(zip(size, stride, strict=True)):
+        positions = positions + (torch.arange(n, device=device) * each).view(-1, *[1] * (len(size) - 1 - dim))
     return positions
 
 

@@ -224,7 +224,7 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
 def _inferred(graph: Graph, name: str, starts: LayerStarts, names: dict[Node, str], options: Options) -> dict[Node, TensorType]:
     """Infers the types of nodes in `names` from a program without functions."""
     types = _with_shardings(_fusion(graph, name, starts, names), options).types
-    return {node: replace(types[name], partial=None, mesh=graph.part) for node, name in names.items() if name in types}
+    return {node: replace(types[name], partial=None, mesh=graph.submesh) for node, name in names.items() if name in types}
 
 
 def _with_shardings(fusion: Fusion, options: Options) -> Fusion:

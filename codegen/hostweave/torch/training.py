@@ -15,7 +15,7 @@ import hostweave as hw
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.runtime.group import Group
-from hostweave.torch.bound import ProgramPart
+from hostweave.torch.bound import BoundProgram
 from hostweave.torch.compiled import CompiledModule
 from hostweave.torch.exported import Exported
 from hostweave.torch.held import placed_like, tensor_of
@@ -28,8 +28,8 @@ Compile = Callable[..., Program]  # (graph, end of the program's name)
 
 
 class Differentiated(CompiledModule):
-    def __init__(self, module: nn.Module, exported: Exported, joint: Joint, *parts: ProgramPart):
-        super().__init__(module, exported, joint.outer, *parts)
+    def __init__(self, module: nn.Module, exported: Exported, joint: Joint, *programs: BoundProgram):
+        super().__init__(module, exported, joint.outer, *programs)
         self._joint = joint
         # The lists have an entry for each argument of the joint graph: the parameter or None, and True for a parameter that requires grad.
         self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
@@ -84,9 +84,9 @@ class TrainingModule(Differentiated):
 
     def __init__(self, module: nn.Module, exported: Exported, joint: Joint, compile: Compile):
         graph = joint.forward_graph(joint.shared)
-        forward = ProgramPart(graph, module, compile, joint.numbers_of(graph))
+        forward = BoundProgram(graph, module, compile, joint.numbers_of(graph))
         backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.results])
-        self._backward = ProgramPart(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
+        self._backward = BoundProgram(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
         super().__init__(module, exported, joint, forward, self._backward)
         tensors = {*backward_graph.parameters.values()}
         self._read = {*joint.numbers_of(backward_graph).values()}  # arguments of the joint graph that `backward` reads
@@ -108,20 +108,20 @@ class TrainingModule(Differentiated):
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Results, and values saved for the backward pass."""
-        values = self._part(self._part.taken(given), group)
+        values = self._bound(self._bound.taken(given), group)
         results, others = values[: len(self._joint.results)], iter(values[len(self._joint.results) :])
         shared = self._joint.shared
         return results, [results[shared[node]].detach() if node in shared else next(others) for node in self._joint.saved]
 
     def _gradients(self, group: Group | None, given: Any, saved: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradient of each argument of the joint graph, or None."""
-        part, joint = self._backward, self._joint
+        bound, joint = self._backward, self._joint
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
-        unbound = {node.name: name for node, name in part.graph.names.items() if name not in part.graph.bound}
-        arrays = part.taken(given) | {name: named[of] for of, name in unbound.items() if of in named}
-        made = zip(part.graph.returned, part(arrays, group), strict=True)
-        found = [one.clone() if node in part.graph.constants else one for node, one in made]
+        unbound = {node.name: name for node, name in bound.graph.names.items() if name not in bound.graph.bound}
+        arrays = bound.taken(given) | {name: named[of] for of, name in unbound.items() if of in named}
+        made = zip(bound.graph.returned, bound(arrays, group), strict=True)
+        found = [one.clone() if node in bound.graph.constants else one for node, one in made]
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:

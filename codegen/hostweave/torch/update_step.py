@@ -204,8 +204,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise ProgramError(f"calls aten.{name}, which is not supported")
             self._can_replay = False
             with self:
-                parts = apart(*args, **kwargs)
-            results = [parts] if isinstance(parts, torch.Tensor) else list(parts)
+                outputs = apart(*args, **kwargs)
+            results = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
             reads = [self._get(one) for one in results]
         for tensor, read in zip([target] if target is not None else pytree.tree_leaves(made), reads, strict=True):
             self._put(tensor, read, anew=target is not None)

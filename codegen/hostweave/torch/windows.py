@@ -84,8 +84,8 @@ def _largest(
     stride = each(stride, count) or kernel
     sizes, behind = _sizes(x, kernel, stride, padding, dilation, ceil_mode, count)
     wide = _padded(x, padding, behind, -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min)
-    parts = [seen(wide, at, sizes, stride, dilation) for at in product(*map(range, kernel))]
-    values, chosen = torch.stack(parts, -1).max(-1)
+    windows = [seen(wide, at, sizes, stride, dilation) for at in product(*map(range, kernel))]
+    values, chosen = torch.stack(windows, -1).max(-1)
     number: Any = 0
     for dim, (size, k) in enumerate(zip(x.shape[-count:], kernel, strict=True)):
         own = chosen // math.prod(kernel[dim + 1 :]) % k
@@ -111,9 +111,9 @@ def _adaptive_average(count: int, x: Any, output: Any) -> Any:
         else:
             begin, end = _begins_and_ends(size, out, x.device)
             positions = begin[:, None] + torch.arange(size // out + 2, device=x.device)
-            parts = x.index_select(dim, positions.clamp(max=size - 1).flatten()).unflatten(dim, positions.shape).movedim(dim + 1, -1)
+            windows = x.index_select(dim, positions.clamp(max=size - 1).flatten()).unflatten(dim, positions.shape).movedim(dim + 1, -1)
             lengths = (end - begin).to(x.dtype).view(-1, *[1] * (x.ndim - 1 - dim))
-            x = torch.where((positions < end[:, None]).view(out, *[1] * (x.ndim - 1 - dim), -1), parts, 0).sum(-1) / lengths
+            x = torch.where((positions < end[:, None]).view(out, *[1] * (x.ndim - 1 - dim), -1), windows, 0).sum(-1) / lengths
     return x
 
 

@@ -55,7 +55,7 @@ def test_calls_of_two_ranges(made: list[Ranges]) -> None:
             x = torch.randn(rows, 32)
             torch.testing.assert_close(model(x), module(x), rtol=1e-4, atol=1e-5)
             ranges.wait()
-    large, small = (ranges.part({"x": torch.empty(rows, 32)}, None) for rows in (6000, 4))
+    large, small = (ranges.program_for({"x": torch.empty(rows, 32)}, None) for rows in (6000, 4))
     assert large.program.choices[0].chosen.name == "put(2)"
     assert small is None
     assert all(choice.chosen.name == "none" for choice in model.program.choices)
@@ -81,7 +81,7 @@ def test_a_range_is_compiled_while_another_module_is_traced(made: list[Ranges], 
 
     class Calling(nn.Module):
         def forward(self, y: Any) -> Any:
-            ranges.part({"x": x}, None)
+            ranges.program_for({"x": x}, None)
             for thread in threading.enumerate():
                 if thread.name.startswith("compiles for"):
                     thread.join(3)
@@ -114,7 +114,7 @@ def of_ranks(ready: list[threading.Event]) -> list[list[bool]]:
             if call == 4:
                 ready[rank].set()
                 ranges.wait()
-            found.append(ranges.part({"x": torch.empty(100, 8)}, group) is not None)
+            found.append(ranges.program_for({"x": torch.empty(100, 8)}, group) is not None)
         return found
 
     return threads.run(rank_main)

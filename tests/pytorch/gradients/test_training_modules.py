@@ -20,7 +20,7 @@ from trained_dtensors import Loss  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
-from hostweave.torch.bound import ProgramPart  # noqa: E402
+from hostweave.torch.bound import BoundProgram  # noqa: E402
 
 X = torch.randn(8, 16)
 
@@ -128,8 +128,8 @@ def train(call: Any, optimizer: Any) -> None:
 
 def test_constants_of_equal_elements_are_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, the gradient of a mean is a constant with equal elements."""
-    parts, init = list[ProgramPart](), ProgramPart.__init__
-    monkeypatch.setattr(ProgramPart, "__init__", lambda part, *given: parts.append(part) or init(part, *given))
+    parts, init = list[BoundProgram](), BoundProgram.__init__
+    monkeypatch.setattr(BoundProgram, "__init__", lambda part, *given: parts.append(part) or init(part, *given))
     module = Loss()
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {}, (X,), optimizer=adamw(module))
     assert [part.graph.bound for part in parts] == [{}]

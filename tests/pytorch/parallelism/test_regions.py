@@ -81,10 +81,10 @@ def test_backend_on_one_rank() -> None:
         torch.testing.assert_close(torch.compile(module, backend="hostweave", fullgraph=True)(X), module(X))
         torch._dynamo.reset()
         torch.compile(module, backend=backend)(X)
-    (part,) = backend.parts
-    assert part.model is not None
-    assert "layers_up_weight_2" in part.model.program.fusion_ir
-    assert "function @layer(%x: f32[4, 8], %up_weight: " in part.model.program.fusion_ir
+    (subgraph,) = backend.subgraphs
+    assert subgraph.model is not None
+    assert "layers_up_weight_2" in subgraph.model.program.fusion_ir
+    assert "function @layer(%x: f32[4, 8], %up_weight: " in subgraph.model.program.fusion_ir
 
 
 @pytest.mark.extra
@@ -104,7 +104,7 @@ def test_backend_with_other_sizes() -> None:
         for rows in (4, 6, 9, 12):
             x = torch.randn(rows, 8)
             torch.testing.assert_close(model(x), module(x))
-    assert len(backend.parts) == 2
+    assert len(backend.subgraphs) == 2
 
 
 def branches(x: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR  # noqa: E402
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
-from hostweave.torch.bound import ProgramPart  # noqa: E402
+from hostweave.torch.bound import BoundProgram  # noqa: E402
 from hostweave.torch.optimizer import RecordedStep, Shadow  # noqa: E402
 
 Make = Callable[[Iterable[nn.Parameter]], Any]
@@ -130,8 +130,8 @@ def test_options_that_schedules_change() -> None:
 
 
 def test_clipped_and_accumulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    called, call = list[str](), ProgramPart.__call__
-    monkeypatch.setattr(ProgramPart, "__call__", lambda part, *given: called.append(part.program.name) or call(part, *given))
+    called, call = list[str](), BoundProgram.__call__
+    monkeypatch.setattr(BoundProgram, "__call__", lambda part, *given: called.append(part.program.name) or call(part, *given))
     expect_steps(OF_TORCH["momentum"], 2, clip_grad_norm=0.1, accumulate=3, calls=3)
     assert ["accumulate" in name for name in called] == [True, True, False] * 6
     expect_steps(OF_TORCH["adam"], 1, clip_grad_norm=1e3)

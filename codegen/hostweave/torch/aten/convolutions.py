@@ -9,7 +9,7 @@ from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.shapes import padded, part, size_along
+from hostweave.torch.aten.shapes import indexed, padded, size_along
 from hostweave.torch.aten.table import TORCH_DTYPES, Result, aten, cast, wide
 from hostweave.torch.windows import each
 from hostweave.types.size import Size, product
@@ -40,7 +40,7 @@ class _Kernel:
             and fits
             and all(isinstance(size, int) for size in own)
         ):
-            apart = hw.reshape(x, batch, channels, *(part for pair in zip(outs, self.sizes, strict=True) for part in pair))
+            apart = hw.reshape(x, batch, channels, *(size for pair in zip(outs, self.sizes, strict=True) for size in pair))
             turned = hw.permute_dims(apart, (0, 1, *range(3, 3 + 2 * count, 2), *range(2, 2 + 2 * count, 2)))
             return hw.reshape(turned, batch, channels, _count(self.sizes), _count(outs))
         flat = hw.reshape(x, batch, channels, 1, _count(own))
@@ -49,12 +49,12 @@ class _Kernel:
         at = hw.expand_dims(self._numbers(x, self.sizes, self.dilation, self.is_reversed), 1) + self._numbers(x, outs, self.stride)
         return record("take", flat, hw.expand_dims(at, (0, 1)), hw.iota(flat, 3, hw.i64), axis=3)
 
-    def _numbers(self, x: hw.Tensor, sizes: SizePerDim, steps: Sequence[int], is_reversed: bool = False) -> hw.Tensor:
-        """Indices in a flattened image of the points of a grid: `sizes` points per dim, `steps` elements apart. Shape [points]."""
+    def _numbers(self, x: hw.Tensor, sizes: SizePerDim, strides: Sequence[int], is_reversed: bool = False) -> hw.Tensor:
+        """Indices in a flattened image of the points of a grid: `sizes` points per dim, `strides` elements apart. Shape [points]."""
         total: Any = None
-        for dim, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+        for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
             row: Any = record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=x)
-            row = (int(size) - 1 - row) * step if is_reversed else row * step
+            row = (int(size) - 1 - row) * stride if is_reversed else row * stride
             for inner in range(dim + 3, x.ndim):
                 row = row * size_along(x, inner, hw.i64)
             row = hw.reshape(row, *(size if i == dim else 1 for i in range(len(sizes))))
@@ -111,7 +111,7 @@ def _turned(
             size = int(y.shape[dim])
             apart = hw.pad(hw.expand_dims(y, dim + 1), (*(0 for _ in range(2 * (y.ndim - 1 - dim))), 0, s - 1))
             y = hw.reshape(apart, *(size * s if i == dim else length for i, length in enumerate(y.shape)))
-            y = part(y, dim, slice(0, size * s - s + 1))
+            y = indexed(y, dim, slice(0, size * s - s + 1))
     before = [d * (k - 1) - p for d, k, p in zip(kernel.dilation, kernel.sizes, padding, strict=True)]
     y = _widened(result, y, before, [width + extra for width, extra in zip(before, more, strict=True)])
     ins, channels = int(weight.shape[0]), int(weight.shape[1])

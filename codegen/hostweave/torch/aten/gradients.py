@@ -9,7 +9,7 @@ import torch
 import hostweave as hw
 from hostweave.fusion_ir.frontend.composites import MAX_RANDOM_DIMS
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.shapes import beside, first, numbered, part
+from hostweave.torch.aten.shapes import beside, first, indexed, numbered
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
 from hostweave.types.size import product
@@ -219,7 +219,7 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
     halves = []
     for whole in (x, cos, sin):
         pairs = hw.reshape(whole, *whole.shape[:-1], 2, int(x.shape[-1]) // 2)
-        halves.append([wide(part(pairs, -2, slice(i, i + 1)), result) for i in (0, 1)])
+        halves.append([wide(indexed(pairs, -2, slice(i, i + 1)), result) for i in (0, 1)])
     (first, second), (c1, c2), (s1, s2) = halves
     both = (first * c1 + second * s2, second * c2 - first * s1) if back else (first * c1 - second * s1, second * c2 + first * s2)
     return hw.reshape(cast(hw.concat(both, x.ndim - 1), result.dtype), *x.shape)
@@ -251,6 +251,6 @@ def _select_scatter(result: Result, x: hw.Tensor, source: hw.Tensor, dim: int, i
 
 def _between(x: hw.Tensor, source: hw.Tensor, dim: int, begin: int, length: int) -> hw.Tensor:
     size = int(x.shape[dim])
-    before = [part(x, dim, slice(0, begin))] if begin else []
-    after = [part(x, dim, slice(begin + length, size))] if begin + length < size else []
+    before = [indexed(x, dim, slice(0, begin))] if begin else []
+    after = [indexed(x, dim, slice(begin + length, size))] if begin + length < size else []
     return hw.concat([*before, source, *after], dim) if before or after else source

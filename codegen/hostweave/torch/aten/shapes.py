@@ -56,7 +56,7 @@ TABLE |= {
     "permute.default": lambda result, x, dims: hw.permute_dims(x, tuple(dims)),
     "transpose.int": lambda result, x, a, b: hw.transpose(x, a, b),
     "t.default": lambda result, x: x.T if x.ndim == 2 else x,
-    "select.int": lambda result, x, dim, index: part(x, dim, index),
+    "select.int": lambda result, x, dim, index: indexed(x, dim, index),
     "unsqueeze.default": lambda result, x, dim: hw.expand_dims(x, dim),
     "cat.default": lambda result, tensors, dim=0: hw.concat([cast(tensor, result.dtype) for tensor in tensors], dim),
     "stack.default": lambda result, tensors, dim=0: hw.stack([cast(tensor, result.dtype) for tensor in tensors], dim),
@@ -69,7 +69,7 @@ def _seen(x: hw.Tensor, seen: hw.Tensor) -> hw.Tensor:
     return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
 
 
-def part(x: hw.Tensor, dim: int, index: int | slice) -> hw.Tensor:
+def indexed(x: hw.Tensor, dim: int, index: int | slice) -> hw.Tensor:
     return x[(*(slice(None) for _ in range(dim % x.ndim)), index)]
 
 
@@ -79,7 +79,7 @@ def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) 
     for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         if before < 0 or after < 0:
             of = slice(max(0, -before), None if after >= 0 else after)
-            x = part(x, x.ndim - 1 - dim, of)
+            x = indexed(x, x.ndim - 1 - dim, of)
     widths = [max(0, width) for width in pad]
     return hw.pad(x, widths, value=number_of(x.dtype, value)) if any(widths) else x
 
@@ -111,7 +111,7 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
     dim = dim % x.ndim
     if all(isinstance(bound, int | None) for bound in (x.shape[dim], start, end)):
         end = None if end is None or end >= 2**62 else end
-        return part(x, dim, slice(start, end, step))
+        return indexed(x, dim, slice(start, end, step))
     first = start or 0
     if not isinstance(first, int):  # a start of n - 3 in n elements becomes -3
         from_end = x.type.shape[dim] - Size.of(first)
@@ -123,19 +123,19 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
 
 @aten("split.Tensor", "split_with_sizes.default", "chunk.default", "split.sizes")
 def _split(result: Result, x: hw.Tensor, _: Any, dim: int = 0) -> tuple[hw.Tensor, ...]:
-    starts, parts = 0, []
+    starts, results = 0, []
     for shape in result.shapes:
         size = shape[dim]
         if not isinstance(size, int):
             raise refuse(f"a split of a dim into {size} is not supported; split a dim of fixed size")
-        parts.append(part(x, dim, slice(starts, starts + size)))
+        results.append(indexed(x, dim, slice(starts, starts + size)))
         starts += size
-    return tuple(parts)
+    return tuple(results)
 
 
 @aten("unbind.int")
 def _unbind(result: Result, x: hw.Tensor, dim: int = 0) -> tuple[hw.Tensor, ...]:
-    return tuple(part(x, dim, i) for i in range(len(result.shapes)))
+    return tuple(indexed(x, dim, i) for i in range(len(result.shapes)))
 
 
 @aten("repeat.default")
@@ -208,8 +208,8 @@ def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:
 
 def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
     """Slices x to `shape`, from the start of each dim."""
-    parts = [slice(None) if str(own) == str(size) else slice(size) for own, size in zip(x.shape, shape, strict=True)]
-    return x if parts == [slice(None)] * x.ndim else x[tuple(parts)]
+    slices = [slice(None) if str(own) == str(size) else slice(size) for own, size in zip(x.shape, shape, strict=True)]
+    return x if slices == [slice(None)] * x.ndim else x[tuple(slices)]
 
 
 def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
