@@ -104,7 +104,7 @@ def test_a_buffer_without_a_gap_is_placed_first() -> None:
         if before:
             events.free(before)
         before = own
-    placed = events.place()
+    placed = events.plan()
     assert placed.peak == placed.bound == (512 + 448) * ALIGNMENT
 
 
@@ -140,7 +140,7 @@ def test_no_two_in_use_at_once_overlap() -> None:
                 for buffer in buffers[own]:
                     buffer.end(now)
                     buffer.uses.append([now, FOREVER, FOREVER])
-        placed = events.place()
+        placed = events.plan()
         assert placed.bound == lower_bound(buffers) <= placed.peak
         assert placed.bytes == tuple(buffer.bytes for buffer in buffers)
         for (a, at), (b, then) in combinations(zip(buffers, placed.offsets, strict=True), 2):
@@ -156,7 +156,7 @@ def test_a_gap_is_filled() -> None:
         events.allocate(own, bytes)
     events.free(low)
     events.allocate(again, 2048)
-    placed = events.place()
+    placed = events.plan()
     assert placed.peak == 4096
     assert placed.offsets[1] == placed.offsets[3]
 
@@ -169,7 +169,7 @@ def test_streams_share_no_bytes_until_they_are_joined() -> None:
     events.allocate(second, 1024, "ring")
     events.join("ring")
     events.allocate(after, 2048)
-    placed = events.place()
+    placed = events.plan()
     assert placed.peak == 2048
     assert placed.offsets[:2] == placed.offsets[2:4]
 
@@ -182,10 +182,10 @@ def test_bytes_of_a_reallocated_buffer_are_reused_in_between() -> None:
     events.allocate(between, 1024)
     events.free(between)
     events.allocate(again, 1024)
-    placed = events.place()
+    placed = events.plan()
     assert (placed.offsets, placed.peak) == ((0, 0), 1024)
     events.allocate(between, 1024)
-    assert events.place().peak == 2048
+    assert events.plan().peak == 2048
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """Next step of a rank, such as a call of a program or of `group.split`. `error` says why the rank cannot take the step."""
+    """Next action of a rank, such as a call of a program or of `group.split`. `error` says why the rank cannot act."""
 
     program: str
     mesh: str
@@ -297,7 +297,7 @@ class CallSignature:
     shapes: tuple[Shape, ...] = ()  # for a call: shapes of the inputs that are not bound, or of all inputs
     spans: tuple[ByteRange, ...] = ()  # memory of the rank's arguments, if ranks are threads
     error: str = ""
-    bound: str = ""  # for a call: digest of the bound inputs; for other steps: the rank's record
+    bound: str = ""  # for a call: digest of the bound inputs; for other actions: the rank's record
     windows: tuple[tuple[int, int], ...] = ()  # positions in window memory of the arguments that are in windows
     call: int = 0  # number of the call whose sizes are compared
 

@@ -215,7 +215,7 @@ class LocalProgram:
 
         return make
 
-    # --- steps of a call
+    # --- phases of a call
 
     def _call(
         self, bound: BoundInputs, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
@@ -241,7 +241,7 @@ class LocalProgram:
             return checked_call, outputs, addresses
         except Exception:
             raise
-        except BaseException as interruption:  # an interrupt may arrive between two steps
+        except BaseException as interruption:  # an interrupt may arrive between two phases
             self._fail_group(interruption)
             raise
 

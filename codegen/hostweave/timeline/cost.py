@@ -56,7 +56,7 @@ def work_behind(operation: Operation, machine: Machine, before: str) -> Work:
 
 
 def with_kernel(work: Work, kernel: Kernel, sizes: Sizes, machine: Machine) -> Work:
-    """Work of a launch, corrected for ops that take longer than one access of each operand. A sort waits between its steps and uses few
+    """Work of a launch, corrected for ops that take longer than one access of each operand. A sort waits between its stages and uses few
     multiprocessors. `take` reads one row of its operand per index. If the operand exceeds the cache, some repeated reads go to memory."""
     types = kernel.types
 
