@@ -54,7 +54,7 @@ def units(program: ir.HostProgram) -> float:
     instances = instantiate(program, {"M": 2, "N": 3})
     partners: dict[int, set[int]] = {}
     for meeting in match_communications(instances):
-        ids = {id(part) for part in meeting.operations}
+        ids = {id(operation) for operation in meeting.operations}
         for one in ids:
             partners.setdefault(one, set()).update(ids)
     waiting = {rank: list(operations[::-1]) for rank, operations in enumerate(instances.ranks)}
