@@ -82,7 +82,8 @@ class Emitter:
             follows = tree.names(i, "join", "record")  # A join or record belongs to the instructions before it.
             lines = [] if follows else self.lines_of(body[number:])
             before, self.comments = self.comments, lines or self.comments
-            continued = len(before) if self.comments[: len(before)] == before else 0  # number of lines that are printed already
+            # The comment above may end with the first lines of this comment.
+            continued = next(n for n in range(len(before), -1, -1) if before[len(before) - n :] == self.comments[:n])
             shown = "".join(f"{comment}\n" for comment in self.comments[continued:])
             code = self.instruction(i, last=ends_scope and i is body[-1])
             if code:

@@ -13,9 +13,9 @@ Program::Program(hw::Rank& rank)
       plan_y_second_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
       plan_dq_first_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
       plan_dq_second_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}) {
-  HW_CHECK(hw::load(reverse_second_k_in_order_pieces));
-  HW_CHECK(hw::load(add_concat_dk_before));
-  HW_CHECK(hw::load(reverse_second_dk_pieces));
+  HW_CHECK(hw::load(reverse_second_in_order_pieces));
+  HW_CHECK(hw::load(add_concat_local));
+  HW_CHECK(hw::load(reverse_second_pieces));
 }
 
 Sizes Program::check(const Inputs& in) const {
@@ -49,8 +49,8 @@ OutputShapes Program::prepare(const Inputs& in) {
                             (3 - rank_cp) * (S / 8) + S / 2);
     hw::MemoryPlan memory;
     // The live ranges of these buffers are disjoint, so they may share bytes:
-    // - k_in_order_gathered_, v_in_order_pieces_, dk_before_, dv_pieces_
-    // - v_in_order_gathered_, lse_first_, dk_before_second_partial_, dv_before_
+    // - k_in_order_gathered_, v_in_order_pieces_, dk_local_, dv_pieces_
+    // - v_in_order_gathered_, lse_first_, dk_local_second_, dv_local_
     // - k_in_order_pieces_, dk_pieces_
     memory.allocate(k_in_order_gathered_, 128 * S);
     memory.allocate(v_in_order_gathered_, 128 * S);
@@ -60,22 +60,22 @@ OutputShapes Program::prepare(const Inputs& in) {
     memory.free(v_in_order_gathered_);
     memory.allocate(lse_first_, S / 2);
     memory.allocate(lse_second_, S / 2);
-    memory.allocate(dk_before_first_partial_, 64 * S);
-    memory.allocate(dv_before_first_partial_, 64 * S);
+    memory.allocate(dk_local_first_, 64 * S);
+    memory.allocate(dv_local_first_, 64 * S);
     memory.free(lse_first_);
-    memory.allocate(dk_before_second_partial_, 128 * S);
-    memory.allocate(dv_before_second_partial_, 128 * S);
+    memory.allocate(dk_local_second_, 128 * S);
+    memory.allocate(dv_local_second_, 128 * S);
     memory.free(k_in_order_pieces_);
     memory.free(v_in_order_pieces_);
     memory.free(lse_second_);
-    memory.allocate(dk_before_, 128 * S);
-    memory.free(dk_before_first_partial_);
-    memory.free(dk_before_second_partial_);
-    memory.allocate(dv_before_, 128 * S);
-    memory.free(dv_before_first_partial_);
-    memory.free(dv_before_second_partial_);
+    memory.allocate(dk_local_, 128 * S);
+    memory.free(dk_local_first_);
+    memory.free(dk_local_second_);
+    memory.allocate(dv_local_, 128 * S);
+    memory.free(dv_local_first_);
+    memory.free(dv_local_second_);
     memory.allocate(dk_pieces_, 128 * S);
-    memory.free(dk_before_);
+    memory.free(dk_local_);
     memory.allocate(dv_pieces_, 128 * S);
     arena_.reserve(memory);
     prepared_ = sizes;
@@ -113,32 +113,31 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     HW_CHECK(ncclAllGather(v, v_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
     HW_CHECK(ncclGroupEnd());
   }
-  HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, k_in_order_gathered_,
+  HW_CHECK(hw::launch_pdl(reverse_second_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, k_in_order_gathered_,
                           k_in_order_pieces_, S));
-  HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, v_in_order_gathered_,
+  HW_CHECK(hw::launch_pdl(reverse_second_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, v_in_order_gathered_,
                           v_in_order_pieces_, S));
   HW_CHECK(plan_y_first_.attend(q, k_in_order_pieces_, v_in_order_pieces_, y, caller, {.lse = lse_first_}));
   const auto* q_second_piece = q + 8 * S;
-  auto* y_second_piece_part = y + 8 * S;
-  HW_CHECK(plan_y_second_.attend(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_second_piece_part, caller,
+  auto* y_second_piece = y + 8 * S;
+  HW_CHECK(plan_y_second_.attend(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_second_piece, caller,
                                  {.lse = lse_second_}));
   // attention_cases.py:39  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
-  HW_CHECK(plan_dq_first_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq,
-                                        dk_before_first_partial_, dv_before_first_partial_, caller));
+  HW_CHECK(plan_dq_first_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq, dk_local_first_,
+                                        dv_local_first_, caller));
   const auto* dy_second_piece = dy + 8 * S;
-  auto* dq_second_piece_part = dq + 8 * S;
-  HW_CHECK(plan_dq_second_.differentiate(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_second_piece_part, lse_second_,
-                                         dy_second_piece, dq_second_piece_part, dk_before_second_partial_,
-                                         dv_before_second_partial_, caller));
-  auto* dk_before_second_half = dk_before_second_partial_ + 32 * S;
-  HW_CHECK(hw::launch_pdl(add_concat_dk_before, hw::grid_of_elements<8>(128 * S), caller, dk_before_second_partial_,
-                          dk_before_first_partial_, dk_before_second_half, dk_before_, S));
-  auto* dv_before_second_half = dv_before_second_partial_ + 32 * S;
-  HW_CHECK(hw::launch_pdl(add_concat_dk_before, hw::grid_of_elements<8>(128 * S), caller, dv_before_second_partial_,
-                          dv_before_first_partial_, dv_before_second_half, dv_before_, S));
+  auto* dq_second_piece = dq + 8 * S;
+  HW_CHECK(plan_dq_second_.differentiate(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_second_piece, lse_second_,
+                                         dy_second_piece, dq_second_piece, dk_local_second_, dv_local_second_, caller));
+  auto* dk_local_second_half = dk_local_second_ + 32 * S;
+  HW_CHECK(hw::launch_pdl(add_concat_local, hw::grid_of_elements<8>(128 * S), caller, dk_local_second_, dk_local_first_,
+                          dk_local_second_half, dk_local_, S));
+  auto* dv_local_second_half = dv_local_second_ + 32 * S;
+  HW_CHECK(hw::launch_pdl(add_concat_local, hw::grid_of_elements<8>(128 * S), caller, dv_local_second_, dv_local_first_,
+                          dv_local_second_half, dv_local_, S));
   // attention_cases.py:40  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
-  HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_before_, dk_pieces_, S));
-  HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_before_, dv_pieces_, S));
+  HW_CHECK(hw::launch_pdl(reverse_second_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_local_, dk_pieces_, S));
+  HW_CHECK(hw::launch_pdl(reverse_second_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_local_, dv_pieces_, S));
   {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;

@@ -72,21 +72,21 @@ class Program {
   hw::AttentionBackwardPlan plan_dq_first_;
   hw::AttentionBackwardPlan plan_dq_second_;
   hw::Arena arena_;
-  hw::bf16* k_in_order_gathered_ = nullptr;       // bf16[4, 2, 2, S/8, 64]
-  hw::bf16* v_in_order_gathered_ = nullptr;       // bf16[4, 2, 2, S/8, 64]
-  hw::bf16* k_in_order_pieces_ = nullptr;         // bf16[2, 2, 4, S/8, 64]
-  hw::bf16* v_in_order_pieces_ = nullptr;         // bf16[2, 2, 4, S/8, 64]
-  float* lse_first_ = nullptr;                    // f32[4, S/8]
-  float* lse_second_ = nullptr;                   // f32[4, S/8]
-  hw::bf16* dk_before_first_partial_ = nullptr;   // bf16[2, S/2, 64]
-  hw::bf16* dv_before_first_partial_ = nullptr;   // bf16[2, S/2, 64]
-  hw::bf16* dk_before_second_partial_ = nullptr;  // bf16[2, S, 64]
-  hw::bf16* dv_before_second_partial_ = nullptr;  // bf16[2, S, 64]
-  hw::bf16* dk_before_ = nullptr;                 // bf16[2, S, 64]
-  hw::bf16* dv_before_ = nullptr;                 // bf16[2, S, 64]
-  hw::bf16* dk_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
-  hw::bf16* dv_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
-  hw::Optional<Sizes> prepared_;                  // sizes of the last call of `prepare`
+  hw::bf16* k_in_order_gathered_ = nullptr;  // bf16[4, 2, 2, S/8, 64]
+  hw::bf16* v_in_order_gathered_ = nullptr;  // bf16[4, 2, 2, S/8, 64]
+  hw::bf16* k_in_order_pieces_ = nullptr;    // bf16[2, 2, 4, S/8, 64]
+  hw::bf16* v_in_order_pieces_ = nullptr;    // bf16[2, 2, 4, S/8, 64]
+  float* lse_first_ = nullptr;               // f32[4, S/8]
+  float* lse_second_ = nullptr;              // f32[4, S/8]
+  hw::bf16* dk_local_first_ = nullptr;       // bf16[2, S/2, 64]
+  hw::bf16* dv_local_first_ = nullptr;       // bf16[2, S/2, 64]
+  hw::bf16* dk_local_second_ = nullptr;      // bf16[2, S, 64]
+  hw::bf16* dv_local_second_ = nullptr;      // bf16[2, S, 64]
+  hw::bf16* dk_local_ = nullptr;             // bf16[2, S, 64]
+  hw::bf16* dv_local_ = nullptr;             // bf16[2, S, 64]
+  hw::bf16* dk_pieces_ = nullptr;            // bf16[4, 2, 2, S/8, 64]
+  hw::bf16* dv_pieces_ = nullptr;            // bf16[4, 2, 2, S/8, 64]
+  hw::Optional<Sizes> prepared_;             // sizes of the last call of `prepare`
 };
 
 }  // namespace programs::trained_in_zigzag

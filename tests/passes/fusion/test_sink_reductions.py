@@ -26,8 +26,8 @@ PRODUCTS = """%a_partial: bf16[M, N] partial(sum, x) = matmul(%p, %v)
         %b_partial: bf16[M, N] partial(sum, x) = matmul(%q, %w)
         %b: bf16[M, N] = reshard(%b_partial)
         """
-TERMS = """%a_partial: bf16[M, N] partial(sum, x) = matmul(%p, %v)
-        %b_partial: bf16[M, N] partial(sum, x) = matmul(%q, %w)
+TERMS = """%a: bf16[M, N] partial(sum, x) = matmul(%p, %v)
+        %b: bf16[M, N] partial(sum, x) = matmul(%q, %w)
         """
 
 # For each name: inputs, and the ops before and after the pass.
@@ -36,14 +36,14 @@ CASES = {
         TWO,
         PRODUCTS + "%y: bf16[M, N] = add(%a, %b)",
         TERMS
-        + """%y_partial: bf16[M, N] partial(sum, x) = add(%a_partial, %b_partial)
+        + """%y_partial: bf16[M, N] partial(sum, x) = add(%a, %b)
         %y: bf16[M, N] = reshard(%y_partial)""",
     ),
     "two scattered products are subtracted as partial sums, and scattered once": (
         TWO,
         PRODUCTS.replace("a: bf16[M,", "a: bf16[M@x,").replace("b: bf16[M,", "b: bf16[M@x,") + "%y: bf16[M@x, N] = subtract(%a, %b)",
         TERMS
-        + """%y_partial: bf16[M, N] partial(sum, x) = subtract(%a_partial, %b_partial)
+        + """%y_partial: bf16[M, N] partial(sum, x) = subtract(%a, %b)
         %y: bf16[M@x, N] = reshard(%y_partial)""",
     ),
     "a reshard that is the only consumer of a sum reduces it": (
@@ -52,7 +52,7 @@ CASES = {
         + """%h: bf16[M, N] = add(%a, %b)
         %y: bf16[M, N@x] pinned = reshard(%h)""",
         TERMS
-        + """%h: bf16[M, N] partial(sum, x) = add(%a_partial, %b_partial)
+        + """%h: bf16[M, N] partial(sum, x) = add(%a, %b)
         %y: bf16[M, N@x] pinned = reshard(%h)""",
     ),
     "a sliced factor is replaced by the factor before the slice": (
@@ -63,8 +63,8 @@ CASES = {
         %y: bf16[M@x, N] = add(%b, %c)""",
         TERMS
         + """%f_sliced: bf16[M@x, N] = reshard(%f)
-        %c: bf16[M, N] partial(sum, x) = multiply(%a_partial, %f)
-        %y_partial: bf16[M, N] partial(sum, x) = add(%b_partial, %c)
+        %c: bf16[M, N] partial(sum, x) = multiply(%a, %f)
+        %y_partial: bf16[M, N] partial(sum, x) = add(%b, %c)
         %y: bf16[M@x, N] = reshard(%y_partial)""",
     ),
     "reductions move past views, quotients and casts to wider dtypes": (
@@ -78,8 +78,8 @@ CASES = {
         %d: f32[2*M*N] = divide(%r, %n)
         %y: f32[] = sum(%d, axis=(0,))""",
         TERMS
-        + """%t: bf16[N, M] partial(sum, x) = permute_dims(%a_partial, axes=(1, 0))
-        %u: bf16[N, M] partial(sum, x) = permute_dims(%b_partial, axes=(1, 0))
+        + """%t: bf16[N, M] partial(sum, x) = permute_dims(%a, axes=(1, 0))
+        %u: bf16[N, M] partial(sum, x) = permute_dims(%b, axes=(1, 0))
         %h: bf16[2*N, M] partial(sum, x) = concat(%t, %u, axis=0)
         %f: f32[2*N, M] partial(sum, x) = astype(%h)
         %r: f32[2*M*N] partial(sum, x) = reshape(%f)
@@ -93,8 +93,8 @@ CASES = {
         %a: f32[M@y, N] = reshard(%a_partial)
         %y_partial: f32[N] partial(sum, y) = sum(%a, axis=(0,))
         %y: f32[N] = reshard(%y_partial)""",
-        """%a_partial: f32[M@y, N] partial(sum, x) = matmul(%p, %v)
-        %y_partial: f32[N] partial(sum, x, y) = sum(%a_partial, axis=(0,))
+        """%a: f32[M@y, N] partial(sum, x) = matmul(%p, %v)
+        %y_partial: f32[N] partial(sum, x, y) = sum(%a, axis=(0,))
         %y: f32[N] = reshard(%y_partial)""",
     ),
 }

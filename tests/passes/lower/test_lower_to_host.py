@@ -31,8 +31,8 @@ fusion @f(%x: f32[M, 8], %w: f32[8, 2]) {
         """\
   %part = slice %x[1: 2 from 4]
   %last = select %part[0: M - 1]
-  %h_part = slice %y[0: M from 0]
-  matmul %x, %w -> %h_part
+  %h = slice %y[0: M from 0]
+  matmul %x, %w -> %h
   %row = reshape %last to [1, 2]
   %row_part = slice %y[0: 1 from M]
   copy %row -> %row_part

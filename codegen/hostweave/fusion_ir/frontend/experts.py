@@ -230,8 +230,8 @@ def moe_dispatch(x: Tensor, routing: Routing, weights: Tensor | None = None) -> 
     rows = indices.take(_on_all_ranks(x), routing._order // routing.choices, 0)
     if weights is None:
         return rows
-    flat = hw.reshape(weights, str(weights.type.shape[0] * routing.choices))
-    factor = indices.take(_on_all_ranks(flat), routing._order, 0)
+    flat = hw.reshape(_on_all_ranks(weights), str(weights.type.shape[0] * routing.choices))
+    factor = indices.take(flat, routing._order, 0)
     return rows * hw.astype(hw.expand_dims(factor, 2), x.dtype)
 
 

@@ -122,7 +122,7 @@ class _Rewriting:
         for at, type in wanted.items():
             value = made[outputs[at]].result
             if (value.type != type or not value.pinned) and function.mesh.axes:
-                before = claim_unique(f"{value.name}_made", names)
+                before = claim_unique(f"{value.name}_local", names)
                 ops = [
                     replace(op, result=replace(op.result, name=before)) if op.result == value else op.renamed({value.name: before})
                     for op in ops

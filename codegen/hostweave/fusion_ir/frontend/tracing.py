@@ -254,7 +254,7 @@ class BlockFunction:
 def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
     """Name of each value: the user's name, the name of the user's variable, or a name derived from the op and an operand.
 
-    In `return hw.reshard(loss)`, the output is named `loss`, and the operand `loss_before`, if nothing else reads the operand.
+    In `return hw.reshard(loss)`, the output is named `loss`, and the operand `loss_local`, if nothing else reads the operand.
     """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
@@ -265,7 +265,7 @@ def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[
         op = tensors[number]._op
         if op and op.kind == "reshard" and number not in {*names.of, *variables} and op.tensors[0] in alone:
             variables[number] = variables[op.tensors[0]]
-            variables[op.tensors[0]] += "_before"
+            variables[op.tensors[0]] += "_local"
     for number in filter(variables.__contains__, made):
         names.claim(number, variables[number])
     for number, tensor in made.items():

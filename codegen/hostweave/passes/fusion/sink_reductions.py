@@ -143,6 +143,7 @@ class _Sinking:
     def rewritten(self, side: set[tuple[str, str]]) -> Fusion:
         taken, ops = set(self.fusion.values()), list[Op]()
         terms: dict[str, str] = {}  # value -> its terms
+        names: dict[str, str] = {}  # term without other consumers -> name of the sum, which is no longer computed
         for op in self.fusion.ops:
             name = op.result.name
             passing = self.passing.get(name) if ("value", name) in side else None
@@ -160,6 +161,8 @@ class _Sinking:
                 (source,) = op.tensors
                 terms[name] = terms.get(source, source)
                 if not is_needed:
+                    names |= {source: name} if source in self.made and self.uses[source] == [op] else {}
                     continue
             ops.append(op)
-        return replaced(self.fusion, body=tuple(ops))
+        body = (replaced(op.renamed(names), result=replaced(op.result, name=names.get(op.result.name, op.result.name))) for op in ops)
+        return replaced(self.fusion, body=tuple(body))

@@ -15,7 +15,7 @@ states why the kernel was not fused further.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -28,6 +28,7 @@ from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
+from hostweave.host_ir.expr import Const
 from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
@@ -146,9 +147,9 @@ class Links:
         return self.launches.get(place, place.instruction)
 
     def called(self, buffer: str) -> str:
-        """Name of a buffer. A chunk has the name of the whole buffer."""
-        is_chunk = buffer in self.uses.views and self.uses.chunk(self.uses.views[buffer])
-        return self.root(buffer) if is_chunk else buffer
+        """Name of a buffer. A chunk with a variable index has the name of the whole buffer."""
+        chunk = self.uses.chunk(self.uses.views[buffer]) if buffer in self.uses.views else None
+        return self.root(buffer) if chunk and not isinstance(chunk[1], Const) else buffer
 
     def roots(self, instruction: tree.Instruction, *roles: str) -> set[str]:
         return {self.root(name) for name in tree.names(instruction, *roles)}
@@ -451,21 +452,35 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _named(program: ir.HostProgram) -> ir.HostProgram:
-    """Names kernels after their ops. Merges kernels that differ only in names."""
-    first: dict[ir.Kernel, ir.Kernel] = {}
+    """Names kernels after their ops. Merges kernels that differ only in names, and gives the merged kernel names that fit all its uses."""
+    equal: dict[ir.Kernel, list[ir.Kernel]] = {}
+    for kernel in program.kernels:
+        equal.setdefault(replace(_with_names(kernel, map(str, range(len(kernel.types)))), name=""), []).append(kernel)
     names: dict[str, str] = {}
     taken: set[str] = set()
-    for kernel in program.kernels:
-        values = [p.name for p in kernel.inputs] + [op.result.name for op in kernel.ops]
-        numbers = {name: str(i) for i, name in enumerate(values)}
-        inputs = tuple(replace(p, name=numbers[p.name]) for p in kernel.inputs)
-        returned = tuple(numbers[name] for name in kernel.returned)
-        key = ir.Kernel("", inputs, tuple(_renamed(op, numbers) for op in kernel.ops), returned)
-        if key not in first:
-            first[key] = replace(kernel, name=claim_unique(kernel.descriptive_name, taken))
-        names[kernel.name] = first[key].name
+    kernels = [_with_names(same[0], _shared_names(same)) for same in equal.values()]
+    kernels = [replace(kernel, name=claim_unique(kernel.descriptive_name, taken)) for kernel in kernels]
+    for kernel, same in zip(kernels, equal.values(), strict=True):
+        names |= dict.fromkeys((other.name for other in same), kernel.name)
     body = tree.rewrite(program.body, lambda i: tree.with_names(i, names, "launch"))
-    return replace(program, body=body, kernels=tuple(first.values()))
+    return replace(program, body=body, kernels=tuple(kernels))
+
+
+def _with_names(kernel: ir.Kernel, names: Iterable[str]) -> ir.Kernel:
+    new = dict(zip(kernel.types, names, strict=True))
+    inputs = tuple(replace(p, name=new[p.name]) for p in kernel.inputs)
+    ops = tuple(_renamed(op, new) for op in kernel.ops)
+    return replace(kernel, inputs=inputs, ops=ops, returned=tuple(new[name] for name in kernel.returned))
+
+
+def _shared_names(kernels: list[ir.Kernel]) -> Iterator[str]:
+    """Names of the values of equal kernels: the words that the names of all kernels share, such as `scattered` for `dk_scattered` and
+    `dv_scattered`. A value without such words is named after its op, and an input `x`."""
+    taken: set[str] = set()
+    for name, *others in zip(*(kernel.types for kernel in kernels), strict=True):
+        words = [word for word in name.split("_") if all(word in other.split("_") for other in others)]
+        shared, made = "_".join(words), kernels[0].made.get(name)
+        yield claim_unique(shared if shared.isidentifier() else made.kind if made else "x", taken)
 
 
 def _explained(program: ir.HostProgram, links: Links) -> ir.HostProgram:

@@ -38,7 +38,7 @@ class Buffers:
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
             with self.b.hoisted():
-                self.by_value[name] = part(self.b, self.flow, op, number, self.buffer_of(op.result.name), None)
+                self.by_value[name] = part(self.b, self.flow, op, number, self.buffer_of(op.result.name), None, name)
         elif not is_known and name in self.placement.inverse_view:
             self.by_value[name] = self._inverse_view(self.placement.inverse_view[name])
         elif not is_known:
@@ -210,12 +210,12 @@ class Buffers:
 # Slices of the result of a concat or pad. Operands can be computed directly in these slices.
 
 
-def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, iteration: LoopIteration | None) -> str:
+def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, iteration: LoopIteration | None, wanted: str) -> str:
     """Part of `target` for operand `number`. `target` is the result of a concat or pad, or the current chunk of this result."""
     types, source = operand_types(op, flow.types), flow.values[op.tensors[0]]
     begin = OPS[op.kind].parts
     assert begin is not None
-    name = f"{op.result.name}_inside" if op.kind == "pad" else f"{op.tensors[number]}_part"
+    name = f"{op.result.name}_inside" if op.kind == "pad" else wanted
     for axis, start in begin(types, op)[number].items():
         target = b.slice(target, dim_of_chunk(axis, op, source, iteration), types[number].shape[axis], expr_of(start), name)
     return target

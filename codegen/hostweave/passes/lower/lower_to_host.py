@@ -418,7 +418,7 @@ class _Lowering:
     def assemble(self, op: Op, sources: Sequence[str], target: str, iteration: LoopIteration | None) -> None:
         """Copies operands of a concat or pad to their parts of the result, unless computed in these parts. Fills the borders of a pad."""
         for number, source in enumerate(sources):
-            block = part(self.b, self.flow, op, number, target, iteration)
+            block = part(self.b, self.flow, op, number, target, iteration, f"{op.tensors[number]}_part")
             if block != source:
                 self.b.emit(ir.Copy(source, block))
         if op.kind == "pad":
