@@ -53,6 +53,11 @@ def test_any_line_is_one_comment(tmp_path: Path) -> None:
     assert all(f"line_{i}:" in listed.stdout for i in range(len(found)))
 
 
+def test_a_line_is_not_repeated_for_the_next_kernel(tmp_path: Path) -> None:
+    host = program(tmp_path, ("a = hw.relu(x)", "b = hw.cumsum(hw.tanh(a), 0) + hw.sum(x)"))
+    assert [line.partition("  ")[0] for line in comments(render(host)["program.cpp"])] == ["// nasty.py:5", "// nasty.py:6"]
+
+
 def test_other_encodings(tmp_path: Path) -> None:
     host = program(tmp_path, ("a = hw.relu(x)  # gr\u00f6\u00dfe",), "latin-1")
     assert comments(render(host)["program.cpp"]) == ["// nasty.py:5  a = hw.relu(x)  # gr??e"]

@@ -35,6 +35,11 @@ def programs(ranks: int) -> dict[str, Fusion]:
     return {name: program for name, program in found if isinstance(program, Fusion)}
 
 
+def test_dispatch_and_combine_share_the_gathered_weights() -> None:
+    gathers = [i for i in lower(programs(4)["moe_training"], Options()).instructions() if isinstance(i, ir.AllGather)]
+    assert [i.src for i in gathers].count("weights") == 1
+
+
 def expect(results: list[dict[str, Array]], host: ir.HostProgram, wanted: tuple[Array, ...]) -> None:
     for rank, own in enumerate(results):
         for output, want in zip(host.outputs, wanted, strict=True):
