@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ def test_names_of_test_files_are_unique() -> None:
     """Base names of test files are unique, because pytest imports test files by base name."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
+
+
+def test_all_folders_of_tests_are_collected(request: pytest.FixtureRequest) -> None:
+    """pytest skips folders with some names, by default also folders with the name build."""
+    paths = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py"))
+    names = {name for path in paths for name in path.parts[:-1]}
+    assert not [name for name in names for skipped in request.config.getini("norecursedirs") if fnmatch(name, skipped)]
 
 
 def test_the_contributors_guide_names_files_that_are_there() -> None:
