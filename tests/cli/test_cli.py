@@ -155,8 +155,8 @@ def test_inspect_shows_the_loops_of_kernels(capsys: Captured) -> None:
     first, last = (output_of(capsys, "inspect", llama, "--after", stage) for stage in ("index_space", "number_elements"))
     assert re.findall(r"^loops @(\w+) {", first, re.M) == re.findall(r"^loops @(\w+) {", last, re.M)
     assert "distribute:" not in first
-    one = output_of(capsys, "inspect", llama, "--after", "number_elements", "--only", "dynamic_update_slice_keys")
-    assert one.count("loops @dynamic_update_slice_keys {\n  keep i in ") == 2  # for the two layouts of the written part
+    one = output_of(capsys, "inspect", llama, "--after", "number_elements", "--only", "dynamic_update_slice_x")
+    assert one.count("loops @dynamic_update_slice_x {\n  keep i in ") == 2  # for the two layouts of the written part
     assert one.count("loops @") == one.count("  distribute: ") == 2
     assert one in last
 
