@@ -20,6 +20,7 @@
 #include "hostweave/abi.h"
 #include "hostweave/algorithms.h"
 #include "hostweave/background.h"
+#include "hostweave/call_log.h"
 #include "hostweave/device_lease.h"
 #include "hostweave/errors.h"
 #include "hostweave/group_memory.h"
@@ -91,7 +92,10 @@ struct DeleteWithoutGil {
   void operator()(T* object) const {
     if (getpid() != process) return;
     const py::gil_scoped_release release;
-    hw::DeviceLease::free([object] { delete object; });
+    hw::DeviceLease::free([object] {
+      const hw::BesideCaptures beside;  // Python may collect an object while this thread captures.
+      delete object;
+    });
   }
 };
 template <class T>

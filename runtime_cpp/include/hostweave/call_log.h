@@ -15,7 +15,7 @@ class Channel;
 struct LoggedOps;   // ops of a call, or of a graph
 struct Standstill;  // standstill.h
 
-// RAII: lets this thread query events while another thread captures, without invalidating that capture.
+// RAII: lets this thread query events and free memory while it or another thread captures, without invalidating that capture.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }

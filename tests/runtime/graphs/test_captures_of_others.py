@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -118,6 +119,26 @@ def test_captures_of_others(ranks: int) -> None:
                 np.testing.assert_array_equal(got, block)
         assert group.failure is None
         assert group.overdue() is None
+
+    threads.run(on_rank)
+
+
+@pytest.mark.usefixtures("streams_given")
+def test_a_program_may_be_freed_during_a_capture() -> None:
+    """Python may collect a program at any time, also in the thread that captures."""
+    program, threads, arrays = PROGRAMS[1], hw.Threads(1), arrays_of(4)
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        captures, forgotten = Captures(rank), mlp_on(1)
+        stream, out = captures.stream(), np.empty_like(arrays["x"])
+        for one in (program, forgotten):
+            one(**arrays, out=out)
+        with captures.graph(stream):
+            program(**arrays, out=out, stream=stream)
+            del one, forgotten
+            gc.collect()
+            program(**arrays, out=out, stream=stream)
 
     threads.run(on_rank)
 
