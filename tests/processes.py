@@ -76,7 +76,8 @@ class Ranks:
         self.lines[rank].put(None)
 
     def line(self, rank: int, seconds: float, *, beginning: str = "") -> str:
-        """Next line of a rank's output that begins with `beginning` (default "rank "). Skips other lines, such as warnings of libraries."""
+        """Next line of a rank's output that begins with `beginning` (default "rank " and its number). Skips other lines, such as warnings
+        of libraries."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -85,7 +86,7 @@ class Ranks:
                 pytest.fail(f"rank {rank} hangs; its output:\n{''.join(self.said[rank])}")
             if line is None:
                 pytest.fail(f"rank {rank} has ended; its output:\n{''.join(self.said[rank])}")
-            if line.startswith(beginning or "rank "):
+            if line.startswith(beginning or f"rank {rank}"):
                 return line
 
     def tell(self, rank: int, text: str) -> None:
