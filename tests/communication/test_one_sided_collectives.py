@@ -17,7 +17,7 @@ from hostweave.runtime.cpu import seeded
 PEER, ONE_SIDED = Options(transport="peer"), Options(transport="one_sided")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.more), pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_both_transports_have_the_same_ir(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)

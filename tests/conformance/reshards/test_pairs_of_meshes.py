@@ -48,7 +48,7 @@ def turned(first: Mesh, second: Mesh) -> Fusion:
     return turned
 
 
-@pytest.mark.parametrize("make", [reduced, gathered, turned])
+@pytest.mark.parametrize("make", [reduced, gathered, pytest.param(turned, marks=pytest.mark.more)])
 @pytest.mark.parametrize("first", MESHES, ids=str)
 def test_results_of_every_rank_equal_those_of_numpy(make, first: Mesh) -> None:  # type: ignore[no-untyped-def]
     for second in MESHES:

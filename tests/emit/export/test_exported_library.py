@@ -71,6 +71,7 @@ def check_server(folder: Path, server: str) -> None:
     np.testing.assert_allclose(answers, np.maximum(requests @ up, 0) @ down, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.more
 def test_two_programs_are_libraries_of_one_server(tmp_path: Path) -> None:
     export(tmp_path)
     (tmp_path / "CMakeLists.txt").write_text(PARENT.format(server=PROGRAMS.parent))

@@ -47,7 +47,7 @@ def expect(results: list[dict[str, Array]], host: ir.HostProgram, wanted: tuple[
             np.testing.assert_allclose(own[output.name], block, rtol=1e-5, atol=1e-5, err_msg=output.name)  # Scores are f32.
 
 
-CASES = [(1, "auto"), (2, "peer"), (3, "auto"), (4, "one_sided")]
+CASES = [(2, "peer"), (3, "auto"), *(pytest.param(*case, marks=pytest.mark.more) for case in ((1, "auto"), (4, "one_sided")))]
 SLOW = [(8, "peer"), (8, "auto"), (3, "peer"), (2, "auto"), (4, "auto")]
 
 

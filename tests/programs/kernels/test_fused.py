@@ -160,7 +160,7 @@ def schedules() -> Iterator[Any]:
     yield from (seeded(seed) for seed in range(2))
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f64), (2, hw.bf16), (4, hw.f32)], ids=str)
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f64), (2, hw.bf16), pytest.param(4, hw.f32, marks=pytest.mark.more)], ids=str)
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_matches_numpy(make: Callable[[int, DType], Fusion], ranks: int, dtype: DType) -> None:
     fusion = make(ranks, dtype)

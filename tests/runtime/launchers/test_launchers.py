@@ -58,7 +58,8 @@ def test_mpirun(setup: RankSetup, provider: str) -> None:
 
 
 STARTED = [
-    pytest.param(RankSetup("cpu", "kinds", 4, 2, 0), "environment", id="cpu-4-environment"),
+    pytest.param(RankSetup("cpu", "kinds", 2, 2, 0), "environment", id="cpu-2-environment"),
+    pytest.param(RankSetup("cpu", "kinds", 4, 2, 0), "environment", id="cpu-4-environment", marks=pytest.mark.more),
     pytest.param(RankSetup("cpu", "everything", 4, 2, 0), "environment", id="cpu-4-everything", marks=pytest.mark.slow),
     pytest.param(CUDA, "environment", id="cuda-environment", marks=pytest.mark.gpu),
     pytest.param(CUDA, "store", id="cuda-store", marks=pytest.mark.gpu),
