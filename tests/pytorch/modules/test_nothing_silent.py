@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import timeit
 from collections.abc import Callable
+from cProfile import Profile
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,12 +252,15 @@ def test_changes_of_layers_that_were_not_traced_are_detected() -> None:
             model(X)
 
 
-def test_the_comparison_takes_less_than_5_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_makes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a compiled module compares the state of the module with the state at compile time."""
     model, states, changed = hostweave.torch.compile(Layers().eval(), hw.Mesh(tp=1), {}, (X,)), list[State](), State.changed
     monkeypatch.setattr(State, "changed", lambda state: states.append(state) or changed(state))
     with torch.no_grad():
         model(X)
-    assert min(timeit.repeat(lambda: changed(states[0]), number=1000, repeat=5)) < 5e-3
+    with Profile() as profile:
+        changed(states[0])
+    assert sum(entry.callcount for entry in profile.getstats()) < 16
 
 
 def test_autocast() -> None:
