@@ -39,7 +39,7 @@ WORKERS = 8  # largest number of workers without GPUs
 WAITING = {"hangs", "interrupts", "launchers", "lost_ranks", "prepare", "rank_faults"}  # Tests in these folders mostly wait.
 GPU_TESTS = 6  # number of consecutive GPU tests of a file that run on one worker, because the tests may share programs
 # Marks that the text of a module must mention, and what mentions them.
-MENTIONS = {"extra": r"\bextra\(|importorskip|needs_cuda", "more": r"\bmark\.more\b|\bparts\("}
+MENTIONS = {"extra": r"\bextra\(|importorskip|needs_cuda", "more": r"\bmark\.more\b|\bseed_ranges\("}
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # environment variable with the path of the optimising compiler
 
 # Long tests start first. Otherwise, one worker might still run a long test when all other workers are done.

@@ -122,8 +122,8 @@ def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: S
             np.testing.assert_allclose(results[parameter.name], block, rtol=1e-12, atol=1e-12, err_msg=f"rank {rank}, {message}")
 
 
-def parts(count: int, many: int) -> list[Any]:
-    """Divides the seeds into parts for the workers: two parts that run by default, two that `-m more` runs, and the parts that only
+def seed_ranges(count: int, many: int) -> list[Any]:
+    """Divides the seeds into ranges for the workers: two ranges that run by default, two that `-m more` runs, and the ranges that only
     `-m slow` runs."""
     some = [pytest.param(range(count)[i::4], marks=[pytest.mark.more] * (i % 2)) for i in range(4)]
     return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from fusion_properties import IGNORED, checked, compare, computes, parts, without_kernels
+from fusion_properties import IGNORED, checked, compare, computes, seed_ranges, without_kernels
 from random_fusions import GATHERING, SCATTERING, SUMMING, Generator, collided, exchanging, in_groups, wider
 
 import hostweave as hw
@@ -28,13 +28,13 @@ def is_right(seed: int) -> bool:
     return computes(generator, generator.fusion(), seed)
 
 
-@pytest.mark.parametrize("seeds", parts(SEEDS, 20000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(SEEDS, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # The remaining programs are refused, or run at none of the tried sizes.
 
 
-@pytest.mark.parametrize("seeds", parts(40, 10000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(40, 10000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_wider_programs(seeds: range) -> None:
     def is_right(seed: int) -> bool:
@@ -49,7 +49,7 @@ NOT_MADE |= {"Attention", "AttentionBackward"}  # Attention has separate tests, 
 NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # test_random_routings covers grouped matmuls.
 
 
-@pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(60, 6000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_routings(seeds: range) -> None:
     """Programs with grouped matmuls. Some groups may be empty, and some rows may be in no group."""
@@ -66,7 +66,7 @@ def test_random_routings(seeds: range) -> None:
     assert made >= {"grouped_matmul", "grouped_outer"}
 
 
-@pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(60, 6000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_collectives_in_kernels(seeds: range) -> None:
     assert all(computes(*exchanging(seed), seed) for seed in seeds)

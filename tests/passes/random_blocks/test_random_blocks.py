@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fusion_properties import IGNORED, computes, parts
+from fusion_properties import IGNORED, computes, seed_ranges
 from random_fusions import Generator
 
 from hostweave.base.errors import ProgramError
@@ -57,7 +57,7 @@ def is_right(seed: int) -> bool | None:
     return fusion and computes(generator, fusion, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(120, 20000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(120, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_blocks(seeds: range) -> None:
     ran = [is_right(seed) for seed in seeds]

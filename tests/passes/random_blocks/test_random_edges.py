@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fusion_properties import IGNORED, computes, parts
+from fusion_properties import IGNORED, computes, seed_ranges
 from interpret import interpret
 from random_donations import Donating
 from random_fusions import OUTER_OPS, Generator, MakeOp
@@ -83,7 +83,7 @@ def is_right(seed: int) -> bool:
     return computes(generator, generator.fusion(), seed, Options(transport=TRANSPORTS[seed % len(TRANSPORTS)]))
 
 
-@pytest.mark.parametrize("seeds", parts(52, 20000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(52, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_edges(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.4 * len(seeds)

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from fusion_properties import IGNORED, computes, parts
+from fusion_properties import IGNORED, computes, seed_ranges
 from random_donations import Donating
 from unrolling import unrolled
 
@@ -129,7 +129,7 @@ def is_right(seed: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("seeds", parts(32, 10000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(32, 10000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_repeats(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.4 * len(seeds)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fusion_properties import IGNORED, checked, compare, computes, parts, without_kernels
+from fusion_properties import IGNORED, checked, compare, computes, seed_ranges, without_kernels
 from random_donations import Donating
 
 import hostweave as hw
@@ -26,7 +26,7 @@ def is_right(seed: int) -> bool:
     return computes(generator, generator.fusion(), seed)
 
 
-@pytest.mark.parametrize("seeds", parts(80, 20000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(80, 20000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_donations(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.6 * len(seeds)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fusion_properties import parts
+from fusion_properties import seed_ranges
 from interpret import interpret
 
 import hostweave as hw
@@ -121,7 +121,7 @@ def is_right(seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seeds", parts(40, 6000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(40, 6000), ids=str)
 def test_random_attention(seeds: range) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hw.errors.OverlapWarning)

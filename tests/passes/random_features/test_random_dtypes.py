@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fusion_properties import IGNORED, computes, parts
+from fusion_properties import IGNORED, computes, seed_ranges
 from random_fusions import Generator, MakeOp
 
 import hostweave as hw
@@ -90,7 +90,7 @@ def is_right(seed: int) -> bool:
     return computes(generator, fusion, seed, Options(sizes=sizes if seed % 3 else {}))
 
 
-@pytest.mark.parametrize("seeds", parts(112, 8000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(112, 8000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_dtypes(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.6 * len(seeds)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fusion_properties import IGNORED, computes, parts
+from fusion_properties import IGNORED, computes, seed_ranges
 from random_fusions import Generator, of_sums, turned_in_a_loop
 
 import hostweave as hw
@@ -38,7 +38,7 @@ def overlaps_right(seed: int) -> bool:
     return computes(generator, replace(moved, body=tuple(body)), seed, Options(transport=random.choice(["auto", "one_sided", "peer"])))
 
 
-@pytest.mark.parametrize("seeds", parts(36, 4000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(36, 4000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_moves_on_a_separate_stream(seeds: range) -> None:
     assert sum(map(overlaps_right, seeds)) > 0.5 * len(seeds)
@@ -65,7 +65,7 @@ def moves_right(seed: int) -> bool:
     return computes(generator, moved, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(80, 2000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(80, 2000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_moves(seeds: range) -> None:
     assert sum(map(moves_right, seeds)) > 0.5 * len(seeds)
@@ -83,7 +83,7 @@ def turns_right(seed: int) -> bool:
     return computes(generator, turned, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(40, 2000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(40, 2000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_transposes_in_loops(seeds: range) -> None:
     assert sum(map(turns_right, seeds)) > 0.5 * len(seeds)
@@ -119,7 +119,7 @@ def contracts_right(seed: int) -> bool:
     return computes(generator, contracted, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(32, 2000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(32, 2000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_contractions(seeds: range) -> None:
     assert sum(map(contracts_right, seeds)) > 0.5 * len(seeds)
@@ -145,7 +145,7 @@ def merges_right(seed: int) -> bool:
     return computes(generator, merged, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(24, 2000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(24, 2000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_merged_matrices(seeds: range) -> None:
     assert sum(map(merges_right, seeds)) > 0.3 * len(seeds)
@@ -178,7 +178,7 @@ def regroups_right(seed: int) -> bool:
     return computes(generator, regrouped, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(24, 2000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(24, 2000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_regrouping(seeds: range) -> None:
     assert sum(map(regroups_right, seeds)) > 0.5 * len(seeds)
@@ -199,7 +199,7 @@ def sums_right(seed: int) -> bool:
     return computes(generator, summed, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(24, 2000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(24, 2000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_sums(seeds: range) -> None:
     assert sum(map(sums_right, seeds)) > 0.5 * len(seeds)
@@ -222,7 +222,7 @@ def differences_right(seed: int) -> bool:
     return computes(generator, difference, seed)
 
 
-@pytest.mark.parametrize("seeds", parts(24, 2000), ids=str)
+@pytest.mark.parametrize("seeds", seed_ranges(24, 2000), ids=str)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_differences(seeds: range) -> None:
     assert sum(map(differences_right, seeds)) > 0.5 * len(seeds)
