@@ -1,6 +1,6 @@
 """Candidates for overlap, and their predicted times. A candidate is a reshard that a chunk loop can hide behind matmuls or attention."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
@@ -321,13 +321,30 @@ def _micros(seconds: float) -> float:
 
 def hidden_beside(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> tuple[int, float]:
     """Returns the best earlier position for the communication at `position`, and the seconds of communication that other ops then hide."""
-    earlier, name = _earliest(ops, position, times), ops[position].result.name
-    overlapped = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, position)] if not communicates(other))
+    first, name = _first_use(ops, position), ops[position].result.name
+    waiting = _in_kernel(ops, first)
+    earlier = _earliest(ops, position, times, waiting)
+    beside = (op.result.name for op in ops[earlier:first] if not communicates(op))
+    overlapped = sum(times[other] for other in beside if other not in waiting)
     return earlier, min(overlapped, times[name] + _in_flight(ops, position, times))
 
 
-def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> int:
-    """Position to which the communication at `position` moves up.
+def _in_kernel(ops: Sequence[Op], at: int) -> set[str]:
+    """Earlier ops that the kernel of the op at `at` may compute too, because no op before `at` reads their results otherwise."""
+    found, elsewhere = set[str](), set[str]()
+    needed = set(ops[at].tensors) if at < len(ops) and OPS[ops[at].kind].cpp else set[str]()
+    for op in reversed(ops[:at] if needed else ()):
+        name, entry = op.result.name, OPS[op.kind]
+        if name in needed and name not in elsewhere and (entry.cpp or entry.is_view) and not op.result.stream:
+            needed.update(op.tensors)
+            found.add(name)
+        else:
+            elsewhere.update(op.tensors)
+    return found
+
+
+def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float], waiting: Container[str]) -> int:
+    """Position to which the communication at `position` moves up. The ops `waiting` begin after the communication, so they hide nothing.
 
     The communication moves past just enough ops to hide its time, or as far as possible. The communication stays after the op that computes
     the operand, after other communications, and after pointwise ops that depend on the operand.
@@ -341,6 +358,8 @@ def _earliest(ops: Sequence[Op], position: int, times: Mapping[str, float]) -> i
         other = ops[at]
         if passed >= times[op.result.name] or other.result.name in kernel or communicates(other):
             break
+        if other.result.name in waiting:
+            continue
         passed += times[other.result.name]
         in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream
         if times[other.result.name] and not in_loop:  # The position must not be inside a loop.

@@ -72,6 +72,17 @@ CASES = {
         %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
         %t: bf16[K] = negative(%s)""",
     ),
+    "a gather is hidden behind a matmul, and not behind ops in the kernel that waits for it": (
+        "%x: bf16[M, K], %v: bf16[K, K], %b: bf16[M@x, K]",
+        """%h: bf16[M, K] = matmul(%x, %v)
+        %t: bf16[M, K] = exp(%h)
+        %bg: bf16[M, K] = all_gather(%b, dim=0, axes=(x))
+        %y: bf16[M, K] = add(%t, %bg)""",
+        """%bg: bf16[M, K] async = all_gather(%b, dim=0, axes=(x))
+        %h: bf16[M, K] = matmul(%x, %v)
+        %t: bf16[M, K] = exp(%h)
+        %y: bf16[M, K] = add(%t, %bg)""",
+    ),
     "a gather is issued only as early as is needed to hide it": (
         "%x: bf16[M@x, K], %v: bf16[K, K], %w: bf16[K@x, 8]",
         """%a: bf16[M@x, K] = matmul(%x, %v)

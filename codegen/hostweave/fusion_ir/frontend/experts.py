@@ -7,7 +7,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend import indices
-from hostweave.fusion_ir.frontend.composites import _called
+from hostweave.fusion_ir.frontend.composites import _called, _worded
 from hostweave.fusion_ir.frontend.functions import SizeLike, _size_of
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
@@ -188,7 +188,7 @@ def moe_routing(experts: Tensor, num_experts: int, axes: str | Sequence[str] = (
     is_own = (local >= 0) & (local < own)
     found = record("group_order", hw.where(is_own, local, own), axis=1, groups=own)
     ends, both = found[:, :own], hw.reshape(found[:, own:], ranks, 2, total)
-    order, positions = both[:, 0], both[:, 1]
+    order, positions = _worded("order", both[:, 0]), _worded("positions", both[:, 1])
     if capacity is not None:
         slot = record("iota", target=TensorType(i64, (Dim(rows),)), beside=local)
         last = hw.iota(flat, 0, i64)[-1:]
