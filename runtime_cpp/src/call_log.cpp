@@ -43,7 +43,7 @@ constexpr size_t kNoRecord = SIZE_MAX;
 
 }  // namespace
 
-struct LoggedOps {
+struct LoggedOps : std::enable_shared_from_this<LoggedOps> {
   std::vector<LoggedOp> ops;
   std::vector<int> milestones;  // all milestones, also `begin` and `end`
   cudaStream_t caller = nullptr;
@@ -239,7 +239,7 @@ void CallLog::end_call(cudaStream_t caller) {
 
 void CallLog::launches(LoggedOps* ops) {
   const std::lock_guard lock(calls_->mutex);
-  calls_->calls.back().ops = *std::ranges::find(calls_->of_graphs, ops, &std::shared_ptr<LoggedOps>::get);
+  calls_->calls.back().ops = ops->shared_from_this();
   calls_->calls.back().times = ++ops->launches;
 }
 

@@ -180,6 +180,28 @@ void Instance::take(const Table& table, const std::vector<void*>& inputs, const 
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].data = outputs[i];
 }
 
+template <class Work>
+void Instance::call(cudaStream_t caller, const Work& enqueue_or_launch) {
+  const Range range(program_.name);
+  progress_->log.begin_call();
+  enqueue_or_launch();
+  progress_->log.end_call(caller);
+}
+
+template <class Work>
+void Instance::or_stop(const Work& work) {
+  try {
+    work();
+    target::finish();
+  } catch (const std::exception& error) {  // Stops the other ranks before the Member::Use of the caller ends.
+    const std::string report = target::report();
+    member_.stop(!report.empty() ? report
+                                 : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());
+    if (!report.empty()) throw ExecutionError(report);
+    throw;
+  }
+}
+
 void Instance::run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
                    const std::vector<void*>& outputs, cudaStream_t caller, Graphs graphs) {
   const Member::Use use(member_, schedule);
@@ -268,13 +290,6 @@ std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<v
   return capture_taken();
 }
 
-void Instance::call(cudaStream_t caller, const std::function<void()>& enqueue_or_launch) {
-  const Range range(program_.name);
-  progress_->log.begin_call();
-  enqueue_or_launch();
-  progress_->log.end_call(caller);
-}
-
 void Instance::fill(const Staging::Call& call, cudaStream_t caller) const {
   for (size_t i = 0; i < call.outputs.size(); ++i)
     HW_CHECK(cudaMemsetAsync(call.placed_outputs[i], 0xff, call.outputs[i].bytes, caller));
@@ -287,19 +302,6 @@ void Instance::fill(const Staging::Call& call, cudaStream_t caller) const {
 void Instance::finish(cudaStream_t caller) const {
   member_.synchronize(caller);
   HW_CHECK(cudaDeviceSynchronize());
-}
-
-void Instance::or_stop(const std::function<void()>& work) {
-  try {
-    work();
-    target::finish();
-  } catch (const std::exception& error) {  // Stops the other ranks before the Member::Use of the caller ends.
-    const std::string report = target::report();
-    member_.stop(!report.empty() ? report
-                                 : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());
-    if (!report.empty()) throw ExecutionError(report);
-    throw;
-  }
 }
 
 void Instance::enqueue_captured(cudaStream_t caller) {

@@ -147,7 +147,8 @@ class Instance {
 
   // Sets the arrays of the next calls.
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  void call(cudaStream_t caller, const std::function<void()>& enqueue_or_launch);  // logs the call
+  template <class Work>
+  void call(cudaStream_t caller, const Work& enqueue_or_launch);  // logs the call
   void enqueue(cudaStream_t caller, bool is_marked = false);
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
@@ -156,7 +157,8 @@ class Instance {
   std::vector<void*> memory() const;                                // addresses of the temporaries' memory
   void fill(const Staging::Call& call, cudaStream_t caller) const;  // with 0xff bytes: the outputs and temporaries
   void finish(cudaStream_t caller) const;
-  void or_stop(const std::function<void()>& work);  // a failure stops the other ranks
+  template <class Work>
+  void or_stop(const Work& work);  // a failure stops the other ranks
 
   Member& member_;
   const ProgramTable& program_;
