@@ -231,7 +231,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts the longest tests first, groups the GPU tests of a file, and skips tests with a missing extra. Deselects GPU tests if there is
-    no GPU, and slow tests and `more` tests by default."""
+    no GPU, and slow tests and `more` tests by default. `-m gpu` also selects GPU tests that are marked `more`."""
     counts: Counter[Path] = Counter()
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
@@ -246,6 +246,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(f"gpu {item.path.name} {counts[item.path] // GPU_TESTS}"))
             counts[item.path] += 1
     unwanted = {mark for mark in ("slow", "more") if mark not in config.option.markexpr} | ({"gpu"} if not gpus() else set())
+    if config.option.markexpr == "gpu":
+        unwanted -= {"more"}
     is_out = [any(item.get_closest_marker(mark) for mark in unwanted) for item in items]
     if any(is_out):
         config.hook.pytest_deselected(items=[*compress(items, is_out)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import resource
@@ -37,9 +38,17 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+# Each worker has its own ports. Linux takes ports of 32768 to 60999 for connections, so these ports are less than 32768.
+_ports = itertools.cycle(range(500)), 20000 + 500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 25)
+
+
 def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+    """A port that no other test or connection takes before the test uses it."""
+    numbers, first = _ports
+    for number in numbers:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", first + number)):
+            return str(first + number)
+    raise AssertionError
 
 
 def as_rank(rank: int, count: int, port: str) -> dict[str, str]:

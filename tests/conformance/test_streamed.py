@@ -37,7 +37,11 @@ def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
     return streamed
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "auto"), (2, "auto"), (3, "auto"), (8, "auto"), (2, "one_sided"), (3, "one_sided")])
+CASES = [(1, "auto"), (2, "auto"), (3, "auto"), (3, "one_sided")]
+MORE = [pytest.param(*case, marks=pytest.mark.more) for case in ((8, "auto"), (2, "one_sided"))]
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [*CASES, *MORE])
 def test_compiled(ranks: int, transport: str, target: str) -> None:
     if target == "cuda" and transport == "one_sided" and nccl() < 22900:
         pytest.skip("needs NCCL 2.29 or later: set NCCL_HOME to its folder")

@@ -168,8 +168,9 @@ def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-# i64 and i8 run with `-m slow`, because kernels of i32 and u8 are similar. Integers are also tested in tests/programs/dtypes.
-COMPARED = [pytest.param(dtype, marks=[pytest.mark.slow] if dtype in ("i64", "i8") else []) for dtype in DTYPES]
+# Kernels of these dtypes are similar to those of i32, bf16 and f32. Integers are also tested in tests/programs/dtypes.
+SIMILAR = {"i64": pytest.mark.slow, "i8": pytest.mark.slow, "u8": pytest.mark.more, "f16": pytest.mark.more, "f64": pytest.mark.more}
+COMPARED = [pytest.param(dtype, marks=SIMILAR.get(dtype, ())) for dtype in DTYPES]
 
 
 @pytest.mark.parametrize("dtype", COMPARED)

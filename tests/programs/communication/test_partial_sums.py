@@ -13,7 +13,7 @@ import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.runtime.cpu import parallel, seeded
 
-MESHES = [hw.Mesh(y=1, x=1), hw.Mesh(y=1, x=2), hw.Mesh(y=1, x=3), hw.Mesh(y=2, x=2)]
+MESHES: list[Any] = [hw.Mesh(y=1, x=1), hw.Mesh(y=1, x=3), hw.Mesh(y=2, x=2), pytest.param(hw.Mesh(y=1, x=2), marks=pytest.mark.more)]
 
 SIZES = {"S": 12, "B": 2, "F": 12, "E": 5, "T": 2, "C": 6, "K": 3, "N": 4}
 
@@ -75,7 +75,7 @@ def test_variance_of_values_far_from_zero() -> None:
     np.testing.assert_allclose(variance, x.astype(np.float64).var(0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more), 3, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("stated", [False, True], ids=["names", "ints"])
 def test_variance_of_samples(stated: bool, ranks: int) -> None:
     """Variances and standard deviations with several corrections, over sharded and unsharded dims.

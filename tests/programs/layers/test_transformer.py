@@ -160,7 +160,7 @@ def communications(body: tree.Body) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("variant", VARIANTS[1:], ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[1], pytest.param(VARIANTS[2], marks=pytest.mark.more), *VARIANTS[3:]], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "swiglu", "multi_head", "grouped_query", "gpt", "llama"])
 def test_communications_of_a_forward_pass(name: str, variant: Variant) -> None:
     blocks = 2 if name in ("gpt", "llama") else 1

@@ -24,10 +24,11 @@ from hostweave.pipeline import lower
 RANKS, TRANSPORTS = (1, 2, 3, 4, 8), ("auto", "two_sided", "peer", "one_sided")
 ROWS = (5, 7, 12)  # rows of each shard, or all rows in `summed`
 QUICK = [*((n, rows) for n in (1, 2, 3) for rows in (5, 12)), (8, 5)]  # Other pairs are similar, and run with -m slow.
-# Pairs of (ranks, rows) that run without -m slow. Transport auto covers all algorithms, so the other transports have few pairs.
+# Pairs of (ranks, rows) that run without -m slow. Transport auto covers all algorithms, so the other transports have few pairs. Pairs with
+# 2 ranks are similar to pairs with 3, and run with -m more.
 WITH = {"auto": QUICK, "two_sided": [(3, 5)], "peer": [(2, 12), (3, 12)], "one_sided": [(1, 5), (2, 5), (8, 5)]}
 CASES = [
-    pytest.param(n, rows, transport, marks=[] if (n, rows) in WITH[transport] else [pytest.mark.slow])
+    pytest.param(n, rows, transport, marks=[pytest.mark.more] * (n == 2) if (n, rows) in WITH[transport] else [pytest.mark.slow])
     for n in RANKS
     for rows in ROWS
     for transport in TRANSPORTS
@@ -98,7 +99,7 @@ def test_every_algorithm(ranks: int, rows: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more), 3, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_compiled(ranks: int, transport: str) -> None:
     algorithms = {"gather": "put", "scatter": "put"} if transport in ("peer", "one_sided") else {"gather": "p2p", "scatter": "ring"}
     rows, split = 5 * ranks, 4 * ranks

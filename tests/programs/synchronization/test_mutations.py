@@ -64,8 +64,8 @@ SIMILAR += ("matmul_rs_through_bcast",)
 
 WITHOUT_MUTANTS = ("matmul_ar_unstreamed", "two_outputs", "halves")  # SMALL synchronises these programs only with TURNS, or not at all.
 NAMES = [name for name in (*SEVERAL, *ONE_DEVICE, "keys_in_a_loop_by_p2p", "keys_in_a_loop_by_ring") if name not in WITHOUT_MUTANTS]
-CASES = [(SMALL, name) for name in NAMES]
-CASES += [(ONE_STREAM, name) for name in ("ag_matmul_ring", "matmul_rs_ring")]
+CASES = [pytest.param(SMALL, name, marks=[pytest.mark.slow] if name in SIMILAR else []) for name in NAMES]
+CASES += [pytest.param(ONE_STREAM, "ag_matmul_ring", marks=pytest.mark.more), pytest.param(ONE_STREAM, "matmul_rs_ring")]
 
 
 def of_variant(name: str, variant: Variant) -> Fusion:
@@ -75,9 +75,7 @@ def of_variant(name: str, variant: Variant) -> Fusion:
     return fusion_of(name, variant.ranks, variant.chunks, hw.bf16)
 
 
-@pytest.mark.parametrize(
-    ("variant", "name"), [pytest.param(*case, marks=[pytest.mark.slow] if case[1] in SIMILAR else []) for case in CASES], ids=str
-)
+@pytest.mark.parametrize(("variant", "name"), CASES, ids=str)
 def test_dropped(variant: Variant, name: str) -> None:
     fusion = of_variant(name, variant)
     sizes = sizes_of(fusion, times=1)
