@@ -20,14 +20,14 @@ function @b(%s: f32[M@x, 4]) -> (%t: f32[M@x, 4]) {
 host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4], %z: f32[M]) mesh(x=2, dp=3) \
 channels(x_dp: x, dp two_sided, near: x one_sided, x: x two_sided, back: dp, x two_sided, \
 dp: dp two_sided, pair: x, tp on mesh(x=2, tp=1 of ranks 0, 3) two_sided) \
-streams(ring[2], copy[1]) events(done[3]) uneven(M) {
+streams(loop[2], copy[1]) events(done[3]) uneven(M) {
   %b = allocate f32[M/2, 4]
   fill %b with -0.5
-  fork ring
+  fork loop
   for %i in 0..M/2 {
     %p = (rank.x - 1 - %i) % 2
     %q = %p * 2 + %i % 3
-    stream ring[%i] {
+    stream loop[%i] {
       %x_i = select %x[0: %i]
       %s_i = chunk %b[1: %q / 2 of 2]
       %r_i = reshape %x_i to [2, 2]
@@ -50,7 +50,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
       wait done[0]
     }
   }
-  join ring
+  join loop
   launch @k %x, %b -> %z
   matmul %x, %b -> %y
   matmul %x, %b accumulate %y -> %y

@@ -11,7 +11,7 @@ from hostweave.options import Options
 from hostweave.passes.host.multi_buffer import multi_buffer
 from hostweave.pipeline import PASSES
 
-ONE = "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])"
+ONE = "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh(x=2) streams(loop[2])"
 KERNELS = """\
 kernel @negative(%a: f32[M, N]) {
   %b: f32[M, N] = negative(%a)

@@ -10,7 +10,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 
-HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
+HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(loop[2]) events(done[2]) {\n"
 OTHER = "1 - rank.x on x"  # the peer, if there are two ranks
 
 
@@ -21,72 +21,72 @@ def parse(body: str) -> HostProgram:
 RULES = {
     # --- order of accesses on one rank
     "a read and a write on two streams": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nstream ring[1] {\ncopy %b -> %y\n}\njoin ring",
-        "text:8: rank 0, ring[1]: copy %b -> %y reads %b while rank 0, ring[0]: copy %x -> %b writes it: "
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\ncopy %x -> %b\n}\nstream loop[1] {\ncopy %b -> %y\n}\njoin loop",
+        "text:8: rank 0, loop[1]: copy %b -> %y reads %b while rank 0, loop[0]: copy %x -> %b writes it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     "two writes through different views": (
-        "fork ring\nstream ring[0] {\n%y_0 = select %y[0: 0]\nfill %y_0 with 0.0\n}\nstream ring[1] {\ncopy %x -> %y\n}\njoin ring",
-        "text:8: rank 0, ring[1]: copy %x -> %y writes %y while rank 0, ring[0]: fill %y_0 with 0.0 writes %y_0, the same bytes: "
+        "fork loop\nstream loop[0] {\n%y_0 = select %y[0: 0]\nfill %y_0 with 0.0\n}\nstream loop[1] {\ncopy %x -> %y\n}\njoin loop",
+        "text:8: rank 0, loop[1]: copy %x -> %y writes %y while rank 0, loop[0]: fill %y_0 with 0.0 writes %y_0, the same bytes: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     "an update after a read": (
-        "%b = allocate f32[2, 2]\nfill %b with 1.0\n%z = allocate f32[2, N]\nfill %z with 0.0\nfork ring\n"
-        "stream ring[0] {\ncopy %z -> %y\n}\nstream ring[1] {\nmatmul %b, %x accumulate %z -> %z\n}\njoin ring",
-        "text:11: rank 0, ring[1]: matmul %b, %x accumulate %z -> %z writes %z while rank 0, ring[0]: copy %z -> %y reads it: "
+        "%b = allocate f32[2, 2]\nfill %b with 1.0\n%z = allocate f32[2, N]\nfill %z with 0.0\nfork loop\n"
+        "stream loop[0] {\ncopy %z -> %y\n}\nstream loop[1] {\nmatmul %b, %x accumulate %z -> %z\n}\njoin loop",
+        "text:11: rank 0, loop[1]: matmul %b, %x accumulate %z -> %z writes %z while rank 0, loop[0]: copy %z -> %y reads it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     "a read on the caller's stream before the join": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\ncopy %b -> %y\njoin ring",
-        "text:7: rank 0, the caller's stream: copy %b -> %y reads %b while rank 0, ring[0]: copy %x -> %b writes it: "
-        "nothing orders them; add join ring between them",
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\ncopy %x -> %b\n}\ncopy %b -> %y\njoin loop",
+        "text:7: rank 0, the caller's stream: copy %b -> %y reads %b while rank 0, loop[0]: copy %x -> %b writes it: "
+        "nothing orders them; add join loop between them",
     ),
     "a write on the caller's stream after the fork": (
-        "%b = allocate f32[2, N]\nfork ring\ncopy %x -> %b\nstream ring[0] {\ncopy %b -> %y\n}\njoin ring",
-        "text:6: rank 0, ring[0]: copy %b -> %y reads %b while rank 0, the caller's stream: copy %x -> %b writes it: "
-        "nothing orders them; add fork ring between them",
+        "%b = allocate f32[2, N]\nfork loop\ncopy %x -> %b\nstream loop[0] {\ncopy %b -> %y\n}\njoin loop",
+        "text:6: rank 0, loop[0]: copy %b -> %y reads %b while rank 0, the caller's stream: copy %x -> %b writes it: "
+        "nothing orders them; add fork loop between them",
     ),
     "a record before the write that it must cover": (
-        "fork ring\nstream ring[0] {\nrecord done[0]\nfill %y with 0.0\n}\nstream ring[1] {\nwait done[0]\ncopy %x -> %y\n}\njoin ring",
-        "text:9: rank 0, ring[1]: copy %x -> %y writes %y while rank 0, ring[0]: fill %y with 0.0 writes it: "
+        "fork loop\nstream loop[0] {\nrecord done[0]\nfill %y with 0.0\n}\nstream loop[1] {\nwait done[0]\ncopy %x -> %y\n}\njoin loop",
+        "text:9: rank 0, loop[1]: copy %x -> %y writes %y while rank 0, loop[0]: fill %y with 0.0 writes it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     "one communicator does not order streams": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nall_reduce sum %x -> %b on x\n}\n"
-        "stream ring[1] {\nall_reduce sum %b -> %y on x\n}\njoin ring",
-        "text:8: rank 0, ring[1]: all_reduce sum %b -> %y on x reads %b while rank 0, ring[0]: all_reduce sum %x -> %b on x writes it: "
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\nall_reduce sum %x -> %b on x\n}\n"
+        "stream loop[1] {\nall_reduce sum %b -> %y on x\n}\njoin loop",
+        "text:8: rank 0, loop[1]: all_reduce sum %b -> %y on x reads %b while rank 0, loop[0]: all_reduce sum %x -> %b on x writes it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     # --- before and after the call
     "a read of an input on a stream that is not forked": (
-        "stream ring[1] {\ncopy %x -> %y\n}\njoin ring",
-        "text:3: rank 0, ring[1]: copy %x -> %y reads %x while the caller may still write it: "
-        "nothing orders them; add fork ring between them",
+        "stream loop[1] {\ncopy %x -> %y\n}\njoin loop",
+        "text:3: rank 0, loop[1]: copy %x -> %y reads %x while the caller may still write it: "
+        "nothing orders them; add fork loop between them",
     ),
     "a write of an output on a stream that is not forked": (
-        "stream ring[0] {\nfill %y with 0.0\n}\njoin ring",
-        "text:3: rank 0, ring[0]: fill %y with 0.0 writes %y while the caller may still read it: "
-        "nothing orders them; add fork ring between them",
+        "stream loop[0] {\nfill %y with 0.0\n}\njoin loop",
+        "text:3: rank 0, loop[0]: fill %y with 0.0 writes %y while the caller may still read it: "
+        "nothing orders them; add fork loop between them",
     ),
     "a write of a temporary on a stream that is not forked": (
-        "%b = allocate f32[2, N]\nstream ring[0] {\nfill %b with 0.0\n}\njoin ring\ncopy %x -> %y",
-        "text:4: rank 0, ring[0]: fill %b with 0.0 writes %b while rank 0, the caller's stream: %b = allocate f32[2, N] allocates it: "
-        "nothing orders them; add fork ring between them",
+        "%b = allocate f32[2, N]\nstream loop[0] {\nfill %b with 0.0\n}\njoin loop\ncopy %x -> %y",
+        "text:4: rank 0, loop[0]: fill %b with 0.0 writes %b while rank 0, the caller's stream: %b = allocate f32[2, N] allocates it: "
+        "nothing orders them; add fork loop between them",
     ),
     "a read of an input on a stream that is not joined": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nfill %y with 0.0",
-        "text:5: rank 0, ring[0]: copy %x -> %b reads %x, and the caller may write it next: "
-        "nothing orders the caller's stream after this operation; add join ring",
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\ncopy %x -> %b\n}\nfill %y with 0.0",
+        "text:5: rank 0, loop[0]: copy %x -> %b reads %x, and the caller may write it next: "
+        "nothing orders the caller's stream after this operation; add join loop",
     ),
     "a write of an output on a stream that is not joined": (
-        "fork ring\nstream ring[0] {\nfill %y with 0.0\n}",
-        "text:4: rank 0, ring[0]: fill %y with 0.0 writes %y, and the caller reads it next: "
-        "nothing orders the caller's stream after this operation; add join ring",
+        "fork loop\nstream loop[0] {\nfill %y with 0.0\n}",
+        "text:4: rank 0, loop[0]: fill %y with 0.0 writes %y, and the caller reads it next: "
+        "nothing orders the caller's stream after this operation; add join loop",
     ),
     "a write of a temporary on a stream that is not joined": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\nfill %b with 0.0\n}\ncopy %x -> %y",
-        "text:5: rank 0, ring[0]: fill %b with 0.0 writes %b, and the next call uses it: "
-        "nothing orders the caller's stream after this operation; add join ring",
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\nfill %b with 0.0\n}\ncopy %x -> %y",
+        "text:5: rank 0, loop[0]: fill %b with 0.0 writes %b, and the next call uses it: "
+        "nothing orders the caller's stream after this operation; add join loop",
     ),
     # --- one operation
     "a group that sends what it receives": (
@@ -101,32 +101,32 @@ RULES = {
     ),
     # --- memory
     "freed while in use": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\ndeallocate %b\njoin ring",
-        "text:8: rank 0, the caller's stream: deallocate %b frees %b while rank 0, ring[0]: copy %x -> %b writes it: "
-        "nothing orders them; add join ring between them",
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\ndeallocate %b\njoin loop",
+        "text:8: rank 0, the caller's stream: deallocate %b frees %b while rank 0, loop[0]: copy %x -> %b writes it: "
+        "nothing orders them; add join loop between them",
     ),
     "freed memory that another stream reuses without a fork": (
-        "%a = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %a\ncopy %a -> %y\n}\njoin ring\ndeallocate %a\n"
-        "stream ring[1] {\n%b = allocate f32[2, N]\nfill %b with 0.0\n}\njoin ring",
-        "text:11: rank 0, ring[1]: %b = allocate f32[2, N] may get bytes of %a, which rank 0, the caller's stream: deallocate %a frees: "
-        "nothing orders them; add fork ring between them",
+        "%a = allocate f32[2, N]\nfork loop\nstream loop[0] {\ncopy %x -> %a\ncopy %a -> %y\n}\njoin loop\ndeallocate %a\n"
+        "stream loop[1] {\n%b = allocate f32[2, N]\nfill %b with 0.0\n}\njoin loop",
+        "text:11: rank 0, loop[1]: %b = allocate f32[2, N] may get bytes of %a, which rank 0, the caller's stream: deallocate %a frees: "
+        "nothing orders them; add fork loop between them",
     ),
     "memory that the caller's stream allocates after the fork": (
-        "fork ring\nstream ring[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ncopy %a -> %y\n}\njoin ring\nfork ring\n"
-        "%b = allocate f32[2, N]\nstream ring[1] {\nfill %b with 0.0\n}\njoin ring",
-        "text:12: rank 0, ring[1]: fill %b with 0.0 writes %b while rank 0, the caller's stream: %b = allocate f32[2, N] allocates it: "
-        "nothing orders them; add fork ring between them",
+        "fork loop\nstream loop[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ncopy %a -> %y\n}\njoin loop\nfork loop\n"
+        "%b = allocate f32[2, N]\nstream loop[1] {\nfill %b with 0.0\n}\njoin loop",
+        "text:12: rank 0, loop[1]: fill %b with 0.0 writes %b while rank 0, the caller's stream: %b = allocate f32[2, N] allocates it: "
+        "nothing orders them; add fork loop between them",
     ),
     "memory of a stream that the caller's stream reuses in the next iteration": (
-        "fork ring\nfor %i in 0..2 {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\nfork ring\nstream ring[0] {\n"
-        "%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\n}\n}\njoin ring",
-        "text:4: rank 0, the caller's stream, %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, ring[0], %i = 0: "
-        "deallocate %b frees: nothing orders them; add join ring between them",
+        "fork loop\nfor %i in 0..2 {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\nfork loop\nstream loop[0] {\n"
+        "%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\n}\n}\njoin loop",
+        "text:4: rank 0, the caller's stream, %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, loop[0], %i = 0: "
+        "deallocate %b frees: nothing orders them; add join loop between them",
     ),
     "memory of a stream that another stream reuses in the next iteration": (
-        "for %i in 0..2 {\nfork ring\nstream ring[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\njoin ring\nfork ring\n"
-        "stream ring[%i + 1] {\n%b = allocate f32[2, N]\ncopy %x -> %b\n}\n}\ncopy %x -> %y\njoin ring",
-        "text:5: rank 0, ring[0], %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, ring[1], %i = 0: "
+        "for %i in 0..2 {\nfork loop\nstream loop[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\njoin loop\nfork loop\n"
+        "stream loop[%i + 1] {\n%b = allocate f32[2, N]\ncopy %x -> %b\n}\n}\ncopy %x -> %y\njoin loop",
+        "text:5: rank 0, loop[0], %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, loop[1], %i = 0: "
         "deallocate %b frees: nothing orders them; add record/wait or put both on one stream",
     ),
     "memory that the previous iteration deallocated": (
@@ -230,20 +230,20 @@ RULES = {
         "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
     "an event between a recv and its matching send": (
-        f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\nrecord done[0]\n}}\n"
-        f"stream ring[1] {{\nwait done[0]\nsend %x to {OTHER}\n}}\njoin ring",
-        "text:4: rank 0, ring[0]: recv %y from 1 - rank.x on x meets rank 1, ring[1]: send %x to 1 - rank.x on x, "
-        "which comes after rank 1, ring[1]: wait done[0], which waits for rank 1, ring[0]: record done[0], "
-        "which comes after rank 1, ring[0]: recv %y from 1 - rank.x on x, which meets rank 0, ring[1]: send %x to 1 - rank.x on x, "
-        "which comes after rank 0, ring[1]: wait done[0], which waits for rank 0, ring[0]: record done[0], "
-        "which comes after rank 0, ring[0]: recv %y from 1 - rank.x on x: "
+        f"fork loop\nstream loop[0] {{\nrecv %y from {OTHER}\nrecord done[0]\n}}\n"
+        f"stream loop[1] {{\nwait done[0]\nsend %x to {OTHER}\n}}\njoin loop",
+        "text:4: rank 0, loop[0]: recv %y from 1 - rank.x on x meets rank 1, loop[1]: send %x to 1 - rank.x on x, "
+        "which comes after rank 1, loop[1]: wait done[0], which waits for rank 1, loop[0]: record done[0], "
+        "which comes after rank 1, loop[0]: recv %y from 1 - rank.x on x, which meets rank 0, loop[1]: send %x to 1 - rank.x on x, "
+        "which comes after rank 0, loop[1]: wait done[0], which waits for rank 0, loop[0]: record done[0], "
+        "which comes after rank 0, loop[0]: recv %y from 1 - rank.x on x: "
         "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
     "a recv that is posted before the matching send on both ranks": (
-        f"fork ring\nstream ring[0] {{\nrecv %y from {OTHER}\n}}\nstream ring[1] {{\nsend %x to {OTHER}\n}}\njoin ring",
-        "text:4: rank 0, ring[0]: recv %y from 1 - rank.x on x meets rank 1, ring[1]: send %x to 1 - rank.x on x, "
-        "which is posted after rank 1, ring[0]: recv %y from 1 - rank.x on x, which meets rank 0, ring[1]: send %x to 1 - rank.x on x, "
-        "which is posted after rank 0, ring[0]: recv %y from 1 - rank.x on x: "
+        f"fork loop\nstream loop[0] {{\nrecv %y from {OTHER}\n}}\nstream loop[1] {{\nsend %x to {OTHER}\n}}\njoin loop",
+        "text:4: rank 0, loop[0]: recv %y from 1 - rank.x on x meets rank 1, loop[1]: send %x to 1 - rank.x on x, "
+        "which is posted after rank 1, loop[0]: recv %y from 1 - rank.x on x, which meets rank 0, loop[1]: send %x to 1 - rank.x on x, "
+        "which is posted after rank 0, loop[0]: recv %y from 1 - rank.x on x: "
         "none of them can proceed; post matching communications in one group, or in the same order on every rank",
     ),
     # --- ranges
@@ -312,12 +312,12 @@ def test_rule(rule: str) -> None:
     assert str(caught.value) == message
 
 
-# Rank 1 answers a message of rank 0. The answer orders the copy on ring[1] of rank 0 after the copy on ring[0].
+# Rank 1 answers a message of rank 0. The answer orders the copy on loop[1] of rank 0 after the copy on loop[0].
 ROUND_TRIP = """\
 %b = allocate f32[2, N]
 %c = allocate f32[2, N]
-fork ring
-stream ring[0] {
+fork loop
+stream loop[0] {
   if rank.x == 0 {
     copy %x -> %b
     send %x to 1 on x
@@ -326,7 +326,7 @@ stream ring[0] {
     send %x to 0 on x
   }
 }
-stream ring[1] {
+stream loop[1] {
   if rank.x == 0 {
     recv %c from 1 on x
     copy %b -> %y
@@ -334,26 +334,26 @@ stream ring[1] {
     copy %x -> %y
   }
 }
-join ring"""
+join loop"""
 
 FINE = {
     "an answer of another rank orders two streams": ROUND_TRIP,
     "events order streams": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\nrecord done[0]\n}\n"
-        "stream ring[1] {\nwait done[0]\ncopy %b -> %y\n}\njoin ring"
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\ncopy %x -> %b\nrecord done[0]\n}\n"
+        "stream loop[1] {\nwait done[0]\ncopy %b -> %y\n}\njoin loop"
     ),
     "a scatter of data of the root": "%b = allocate f32[4, N]\nif rank.x == 0 {\nfill %b with 1.0\n}\nscatter %b -> %y from 0 on x",
     "a wait binds to the last record": (
-        "fork ring\nstream ring[0] {\nrecord done[0]\nfill %y with 0.0\nrecord done[0]\n}\n"
-        "stream ring[1] {\nwait done[0]\ncopy %x -> %y\n}\njoin ring"
+        "fork loop\nstream loop[0] {\nrecord done[0]\nfill %y with 0.0\nrecord done[0]\n}\n"
+        "stream loop[1] {\nwait done[0]\ncopy %x -> %y\n}\njoin loop"
     ),
-    "a wait on the stream of its record": ("fork ring\nstream ring[0] {\nrecord done[0]\nwait done[0]\ncopy %x -> %y\n}\njoin ring"),
+    "a wait on the stream of its record": ("fork loop\nstream loop[0] {\nrecord done[0]\nwait done[0]\ncopy %x -> %y\n}\njoin loop"),
     "disjoint columns": (
-        "fork ring\nfor %i in 0..2 {\nstream ring[%i] {\n%x_i = chunk %x[1: %i of 2]\n"
-        "%y_i = chunk %y[1: %i of 2]\ncopy %x_i -> %y_i\n}\n}\njoin ring"
+        "fork loop\nfor %i in 0..2 {\nstream loop[%i] {\n%x_i = chunk %x[1: %i of 2]\n"
+        "%y_i = chunk %y[1: %i of 2]\ncopy %x_i -> %y_i\n}\n}\njoin loop"
     ),
     "concurrent reads": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\n}\nstream ring[1] {\ncopy %x -> %y\n}\njoin ring"
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\ncopy %x -> %b\n}\nstream loop[1] {\ncopy %x -> %y\n}\njoin loop"
     ),
     "reductions and gathers in place": (
         "copy %x -> %y\nall_reduce sum %y -> %y on x\n%b = allocate f32[4, N]\n%own = chunk %b[0: rank.x of 2]\ncopy %x -> %own\n"
@@ -361,15 +361,15 @@ FINE = {
     ),
     "allocated and freed in every iteration": ("for %i in 0..2 {\n%b = allocate f32[2, N]\ncopy %x -> %b\ncopy %b -> %y\ndeallocate %b\n}"),
     "buffers of a loop that are allocated on different streams": (
-        "fork ring\nfor %i in 0..5 {\nstream ring[%i] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\n%b = allocate f32[2, N]\n"
-        "copy %x -> %b\n}\n}\njoin ring\n%c = allocate f32[2, N]\ncopy %x -> %c\ncopy %c -> %y"
+        "fork loop\nfor %i in 0..5 {\nstream loop[%i] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\n%b = allocate f32[2, N]\n"
+        "copy %x -> %b\n}\n}\njoin loop\n%c = allocate f32[2, N]\ncopy %x -> %c\ncopy %c -> %y"
     ),
     "buffers per stream in a nested loop": (
-        "for %i in 0..2 {\nfork ring\nfor %j in 0..4 {\nstream ring[%j] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\n}\njoin ring\n"
+        "for %i in 0..2 {\nfork loop\nfor %j in 0..4 {\nstream loop[%j] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\n}\njoin loop\n"
         "%b = allocate f32[2, N]\ncopy %x -> %b\n}\ncopy %x -> %y"
     ),
     "a deallocate after the join": (
-        "%b = allocate f32[2, N]\nfork ring\nstream ring[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\njoin ring\ndeallocate %b"
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\ncopy %x -> %b\ncopy %b -> %y\n}\njoin loop\ndeallocate %b"
     ),
     "a send to the same rank in a group": "group {\nsend %x to rank.x on x\nrecv %y from rank.x on x\n}",
 }
@@ -377,10 +377,10 @@ FINE = {
 
 def test_memory_freed_on_a_stream_stays_with_the_stream_until_the_join() -> None:
     """Other streams can reuse the memory only after the join. So a concurrent loop on other streams needs no wait."""
-    body = "for %i in 0..5 {\nstream ring[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
+    body = "for %i in 0..5 {\nstream loop[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
     own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"
-    head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(ring[2], comm[1]) {\nfork ring\nfork comm\n"
-    check(host_text.parse(f"{head}{own}{body}join ring\njoin comm\ncopy %x -> %y\n}}\n"))
+    head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(loop[2], comm[1]) {\nfork loop\nfork comm\n"
+    check(host_text.parse(f"{head}{own}{body}join loop\njoin comm\ncopy %x -> %y\n}}\n"))
 
 
 IN_PLACE = """kernel @add_row(%a: f32[4, 4], %r: f32[1, 4]) {

@@ -11,20 +11,20 @@ from hostweave.host_ir.ir import HostProgram
 LAYER = """\
 function @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
   %t = allocate f32[M/2, E]
-  fork ring
-  stream ring[0] {
+  fork loop
+  stream loop[0] {
     copy %a -> %t
     record done[0]
   }
-  stream ring[1] {
+  stream loop[1] {
     wait done[0]
     copy %t -> %b
   }
-  join ring
+  join loop
 }
 """
 PROGRAM = """\
-host @f(%x: f32[M@x, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) events(done[1]) {
+host @f(%x: f32[M@x, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(loop[2]) events(done[1]) {
   %h = allocate f32[M/2, E]
   call @layer %x -> %h
   call @layer %h -> %y
@@ -34,18 +34,18 @@ host @f(%x: f32[M@x, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) events(
 RACES = {
     "inside a block": (
         "    wait done[0]\n",
-        "text:9: rank 0, ring[1]: copy %layer_t -> %h reads %layer_t while rank 0, ring[0]: copy %x -> %layer_t writes it: "
+        "text:9: rank 0, loop[1]: copy %layer_t -> %h reads %layer_t while rank 0, loop[0]: copy %x -> %layer_t writes it: "
         "nothing orders them; add record/wait or put both on one stream",
     ),
     "before a block": (
-        "  fork ring\n",
-        "text:4: rank 0, ring[0]: copy %x -> %layer_t reads %x while the caller may still write it: "
-        "nothing orders them; add fork ring between them",
+        "  fork loop\n",
+        "text:4: rank 0, loop[0]: copy %x -> %layer_t reads %x while the caller may still write it: "
+        "nothing orders them; add fork loop between them",
     ),
     "from one call to the next": (
-        "  join ring\n",
-        "text:2: rank 0, the caller's stream: deallocate %layer_t frees %layer_t while rank 0, ring[0]: copy %x -> %layer_t writes it: "
-        "nothing orders them; add join ring between them",
+        "  join loop\n",
+        "text:2: rank 0, the caller's stream: deallocate %layer_t frees %layer_t while rank 0, loop[0]: copy %x -> %layer_t writes it: "
+        "nothing orders them; add join loop between them",
     ),
 }
 
@@ -71,8 +71,8 @@ function @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
   %t = allocate f32[M/2, E]
   %u = allocate f32[M/2, E]
   copy %a -> %t
-  fork ring
-  stream ring[0] {
+  fork loop
+  stream loop[0] {
     copy %t -> %u
   }
   copy %a -> %b
@@ -81,6 +81,6 @@ function @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
     with pytest.raises(ProgramError) as caught:
         check(HostProgram.parse(layer + PROGRAM.replace("events(done[1]) ", "")))
     assert str(caught.value) == (
-        "text:2: rank 0, the caller's stream: deallocate %layer_t frees %layer_t while rank 0, ring[0]: copy %layer_t -> %layer_u "
-        "reads it: nothing orders them; add join ring between them"
+        "text:2: rank 0, the caller's stream: deallocate %layer_t frees %layer_t while rank 0, loop[0]: copy %layer_t -> %layer_u "
+        "reads it: nothing orders them; add join loop between them"
     )

@@ -56,8 +56,8 @@ def test_byte_layouts_match_numpy(seed: int) -> None:
 def test_operations_of_each_rank() -> None:
     instances = instantiate(program("allgather_p2p", 2), {"N": 3})
     assert [str(operation) for operation in instances.ranks[1] if operation.accesses or operation.members] == [
-        "rank 1, ring[0], %i = 0: copy %x_i -> %y_i",
-        "rank 1, ring[1], %i = 1: group",
+        "rank 1, loop[0], %i = 0: copy %x_i -> %y_i",
+        "rank 1, loop[1], %i = 1: group",
     ]
     group = instances.ranks[1][-2]
     recv, send = group.members

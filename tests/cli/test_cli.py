@@ -183,12 +183,12 @@ def test_inspect_memory(capsys: Captured) -> None:
   16        matmul %x_chunk, %w -> %y_i
   17      }
   18    }
-  19    join ring
+  19    join loop
   20  }
 
 memory of @ag_matmul_p2p at m=128, K=1024, N=4096, rank 0
 buffer       type        bytes        offset                     lines  streams
-%x_gathered  bf16[m, K]  4 x 262,144  0 262,144 524,288 786,432  10-16  ring
+%x_gathered  bf16[m, K]  4 x 262,144  0 262,144 524,288 786,432  10-16  loop
 peak 1,048,576 bytes, lower bound 1,048,576, ratio 1.000
 """
     )
@@ -236,7 +236,7 @@ def test_inspect_continues_from_ir_text(capsys: Captured, stage: str) -> None:
 
 
 def test_streams(capsys: Captured) -> None:
-    assert "streams(ring[2])" in output_of(capsys, "inspect", P2P, "--streams", "2", "--after", "lower_to_host")
+    assert "streams(loop[2])" in output_of(capsys, "inspect", P2P, "--streams", "2", "--after", "lower_to_host")
 
 
 def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Path) -> None:

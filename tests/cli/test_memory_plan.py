@@ -117,7 +117,7 @@ def test_no_two_in_use_at_once_overlap() -> None:
         for now in range(40):
             kind = random.choice(("allocate", "allocate", "free", "join"))
             if kind == "allocate" and (not groups or random.random() < 0.6):
-                pool = random.choice((None, None, "ring", "comm"))
+                pool = random.choice((None, None, "loop", "comm"))
                 own, bytes = events.new(random.randint(1, 3) if pool else 1), random.randrange(1, 5000)
                 groups.append((own, pool))
                 buffers += [Buffer(bytes, (pool, k) if pool else None) for k in range(own.stop - own.start)]
@@ -126,9 +126,9 @@ def test_no_two_in_use_at_once_overlap() -> None:
             else:
                 continue
             if kind == "join":
-                events.join(pool or "ring")
+                events.join(pool or "loop")
                 for buffer in buffers:
-                    if buffer.owner and buffer.owner[0] == (pool or "ring"):
+                    if buffer.owner and buffer.owner[0] == (pool or "loop"):
                         buffer.end(now, now)
             elif kind == "free":
                 events.free(own)
@@ -164,10 +164,10 @@ def test_a_gap_is_filled() -> None:
 def test_streams_share_no_bytes_until_they_are_joined() -> None:
     events = ArenaEvents()
     first, second, after = events.new(2), events.new(2), events.new()
-    events.allocate(first, 512, "ring")
+    events.allocate(first, 512, "loop")
     events.free(first)
-    events.allocate(second, 1024, "ring")
-    events.join("ring")
+    events.allocate(second, 1024, "loop")
+    events.join("loop")
     events.allocate(after, 2048)
     placed = events.plan()
     assert placed.peak == 2048
@@ -201,12 +201,12 @@ def test_lines(make: Callable[[int, DType], Fusion]) -> None:
 
 
 def test_rows() -> None:
-    text = """host @t(%x: f32[M, N]) -> (%y: f32[M, N]) mesh() streams(ring[2]) {
+    text = """host @t(%x: f32[M, N]) -> (%y: f32[M, N]) mesh() streams(loop[2]) {
   %a = allocate f32[M, N]
   copy %x -> %a
-  fork ring
+  fork loop
   for %i in 0..4 {
-    stream ring[%i] {
+    stream loop[%i] {
       %b = allocate f32[M/4, N]
       %a_i = chunk %a[0: %i of 4]
       copy %a_i -> %b
@@ -214,7 +214,7 @@ def test_rows() -> None:
       copy %b -> %y_i
     }
   }
-  join ring
+  join loop
   deallocate %a
   %c = allocate f32[2*M, N]
   fill %c with 0.0
@@ -223,8 +223,8 @@ def test_rows() -> None:
     sizes: Sizes = {"M": 64, "N": 16}
     plan = memory_plan(HostProgram.parse(text), sizes)
     assert [(row.name, row.bytes, row.offsets, row.lines, row.streams) for row in plan.rows] == [
-        ("%a", 4096, (0,), (3, 9), ("caller", "ring")),
-        ("%b", 1024, (4096, 5120), (9, 11), ("ring",)),
+        ("%a", 4096, (0,), (3, 9), ("caller", "loop")),
+        ("%b", 1024, (4096, 5120), (9, 11), ("loop",)),
         ("%c", 8192, (0,), (17, 17), ("caller",)),
     ]
     assert (plan.peak, plan.bound) == (8192, 8192)
@@ -258,9 +258,9 @@ host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1],
 def test_a_block_has_memory_for_the_streams_that_it_may_run_on() -> None:
     """If the stream index is always 0, a block has a buffer for one of the four streams. In a loop of two iterations, the block has buffers
     for two streams."""
-    block = "stream ring[{index}] {{\n%t = allocate f32[M]\ncopy %x -> %t\ncopy %t -> %y\n}}\n"
+    block = "stream loop[{index}] {{\n%t = allocate f32[M]\ncopy %x -> %t\ncopy %t -> %y\n}}\n"
     for loop, index, slots in (("{}", "0", 1), ("for %i in 0..2 {{{}}}\n", "%i", 2), ("for %i in 0..9 {{{}}}\n", "%i", 4)):
         body = loop.format(block.format(index=index))
-        host = HostProgram.parse(f"host @f(%x: f32[M]) -> (%y: f32[M]) mesh() streams(ring[4]) {{\nfork ring\n{body}join ring\n}}\n")
+        host = HostProgram.parse(f"host @f(%x: f32[M]) -> (%y: f32[M]) mesh() streams(loop[4]) {{\nfork loop\n{body}join loop\n}}\n")
         (row,) = memory_plan(host, {"M": 8}).rows
         assert len(row.offsets) == slots

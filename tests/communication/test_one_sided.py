@@ -97,15 +97,15 @@ def test_one_kernel_adds_received_terms_and_computes_the_consumer(ranks: int) ->
 def test_blocks_are_sent_one_after_another() -> None:
     """Matmuls before a reduce-scatter are on one stream. Concurrent matmuls would end together, so the first block would be sent late."""
     host = str(lower(fusion_of("mlp_put", 4, 3, hw.bf16), Options()))
-    assert [line.split()[1] for line in host.splitlines() if line.startswith("    stream ring")] == ["ring[%i]", "ring[0]"]
+    assert [line.split()[1] for line in host.splitlines() if line.startswith("    stream loop")] == ["loop[%i]", "loop[0]"]
     assert (
-        host.count("fork ring\n")
-        == host.count("join ring\n")
-        == host.count("fork ring first 1\n")
-        == host.count("join ring first 1\n")
+        host.count("fork loop\n")
+        == host.count("join loop\n")
+        == host.count("fork loop first 1\n")
+        == host.count("join loop first 1\n")
         == 1
     )
-    assert "streams(ring[1], peer_copies[1])" in str(lower(fusion_of("matmul_rs_put", 4, 3, hw.bf16), Options()))
+    assert "streams(loop[1], peer_copies[1])" in str(lower(fusion_of("matmul_rs_put", 4, 3, hw.bf16), Options()))
 
 
 @pytest.mark.parametrize(("src", "other"), [("x", "u"), ("u", "x")])

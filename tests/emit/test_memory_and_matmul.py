@@ -57,7 +57,7 @@ host @matmuls(
 ) -> (
     %plain: {t}[M, N], %both: {t}[M, N], %turned: {t}[N, M], %tall: {t}[B, C, M, N], %batched: {t}[B, C, M, N], %split: {t}[C, B, M, N],
     %row: {t}[B, C, 1, N], %part: {t}[M, N], %empty: {t}[M, N], %twice: {t}[M, N], %turned_twice: {t}[N, M], %batched_twice: {t}[C, B, M, N]
-) mesh(x=1) streams(ring[2]) {
+) mesh(x=1) streams(loop[2]) {
   matmul %a, %b -> %plain
   %a_of_t = permute %at by [1, 0]
   %b_of_t = permute %bt by [1, 0]
@@ -71,15 +71,15 @@ host @matmuls(
   matmul %s_swapped, %v_swapped -> %split
   %first = chunk %s[2: 0 of M]
   matmul %first, %b -> %row
-  fork ring
+  fork loop
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       %b_i = chunk %b[1: %i of 2]
       %part_i = chunk %part[1: %i of 2]
       matmul %a, %b_i -> %part_i
     }
   }
-  join ring
+  join loop
   matmul %e, %f -> %empty
   matmul %a, %b -> %twice
   matmul %a_of_t, %b_of_t accumulate %twice -> %twice

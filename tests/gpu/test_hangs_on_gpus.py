@@ -108,7 +108,7 @@ def test_a_signal_that_is_lost(tmp_path: Path) -> None:
         rf"done up to channel_x_\.signal\(.*\) {AT}"
     )
     assert re.search(waits, report), report
-    assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\]", report), report
+    assert re.search(rf"loop\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\]", report), report
 
 
 def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_rank_that_never_launches_a_graph(tmp_path: Path, monkeypatch: pytest.
     report = report_of(tmp_path, "graph")
     waits = rf"peer_copies\[0\]: .* {AT} waits on x for (the credit of )?signal 0.* (of|by) rank 1, which has not made call 4"
     assert re.search(rf"{waits}; done up to .* {AT}", report), report
-    assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\]", report), report
+    assert re.search(rf"loop\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\]", report), report
 
 
 if __name__ == "__main__":

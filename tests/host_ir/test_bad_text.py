@@ -139,9 +139,9 @@ BAD_HOSTS = {
     ): "line 2, column .*a range of ranks must end above its start, and at most at 65536",
     CPU_DEVICE.replace("mesh(x=2)", f"mesh(x={2**40})"): f"a mesh has at most 65536 ranks, not {2**40}",
     CPU_DEVICE.replace("mesh(x=2)", "mesh(x=2, x=2)"): "line 1, column .*mesh axis x is given twice",
-    CPU_DEVICE.replace("mesh(x=2)", f"mesh(x=2) streams(ring[{2**40}])").replace(
+    CPU_DEVICE.replace("mesh(x=2)", f"mesh(x=2) streams(loop[{2**40}])").replace(
         "BODY", ""
-    ): f"ring\\[{2**40}\\] is more than 65536: declare fewer",
+    ): f"loop\\[{2**40}\\] is more than 65536: declare fewer",
     "kernel @k(%a: f32[M/2]) {\n  %b: f32[M/2] = negative(%a)\n  %c: f32[M/2] = exp(%a)\n  return %b, %c\n}\n"
     + host(
         "%a = allocate f32[M/2]\n  launch @k %x -> %a, %a"

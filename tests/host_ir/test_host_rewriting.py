@@ -11,10 +11,10 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import HostProgram
 
-PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(ring[2]) {
+PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(loop[2]) {
   fill %y with 0.0
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       fill %y with 0.0
       copy %x -> %y
     }
@@ -33,15 +33,15 @@ def lines(body: tree.Body) -> list[str]:
 
 def test_edits_of_an_instruction_and_of_its_body() -> None:
     (at_loop, loop), (at_block, block), (at_copy, _) = the(ir.For), the(ir.OnStream), the(ir.Copy)
-    edited = tree.edited(PROGRAM.body, {at_loop: (ir.Fork("ring"), loop), at_block: (block, ir.Join("ring")), at_copy: ()})
+    edited = tree.edited(PROGRAM.body, {at_loop: (ir.Fork("loop"), loop), at_block: (block, ir.Join("loop")), at_copy: ()})
     assert lines(edited) == [
         "fill %y with 0.0",
-        "fork ring",
+        "fork loop",
         "for %i in 0..2 {",
-        "stream ring[%i] {",
+        "stream loop[%i] {",
         "fill %y with 0.0",
         "}",
-        "join ring",
+        "join loop",
         "}",
     ]
 
@@ -57,7 +57,7 @@ def test_an_edit_changes_one_position() -> None:
     """The same instruction object may be at several positions, because a pass repeated the instruction."""
     fill = ir.Fill("y", 0.0)
     assert tree.edited((fill, fill), {1: ()}) == (fill,)
-    again = (ir.OnStream("ring", Const(0), (fill,)),) * 2
+    again = (ir.OnStream("loop", Const(0), (fill,)),) * 2
     assert [len(i.body) for i in tree.edited(again, {3: ()}) if isinstance(i, ir.OnStream)] == [1, 0]
 
 

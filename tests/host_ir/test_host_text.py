@@ -31,7 +31,7 @@ def test_every_instruction() -> None:
 
 
 def test_comments_are_dropped_and_places_kept() -> None:
-    commented = EVERYTHING.replace("fork ring\n", "fork ring  # every stream waits for the caller's\n")
+    commented = EVERYTHING.replace("fork loop\n", "fork loop  # every stream waits for the caller's\n")
     host = HostProgram.parse(commented)
     assert host == HostProgram.parse(EVERYTHING)
     assert [i.location for i in host.body[:3]] == [Location("text", line) for line in (9, 10, 11)]

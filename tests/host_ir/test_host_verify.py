@@ -14,7 +14,7 @@ from hostweave.host_ir.expr import Symbol
 from hostweave.host_ir.verify import verify_host
 from hostweave.types.size import LocalSize, Size
 
-HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
+HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) streams(loop[2]) events(done[2]) {\n"
 KERNEL = "kernel @double(%a: f32[M/2, 4]) {\n  %b: f32[M/2, 4] = add(%a, %a)\n}\n"
 
 BODIES = {
@@ -254,13 +254,13 @@ BODIES = {
     "group {\ncopy %x -> %y\n}": "text:3: @t: copy %x -> %y: a group may contain only communications, no kernels: move the instruction out",
     # streams and events
     "stream pool[0] {\n}": "text:2: @t: stream pool[0]: pool is not declared: add streams(pool[...]) to the header",
-    "stream ring[0] {\nstream ring[1] {\n}\n}": ("text:3: @t: stream ring[1]: stream blocks cannot be nested: end the outer one first"),
+    "stream loop[0] {\nstream loop[1] {\n}\n}": ("text:3: @t: stream loop[1]: stream blocks cannot be nested: end the outer one first"),
     "fork pool": "text:2: @t: fork pool: pool is not declared: add streams(pool[...]) to the header",
-    "stream ring[0] {\njoin ring\n}": (
-        "text:3: @t: join ring: fork and join apply to the caller's stream: move the instruction out of the stream block"
+    "stream loop[0] {\njoin loop\n}": (
+        "text:3: @t: join loop: fork and join apply to the caller's stream: move the instruction out of the stream block"
     ),
-    "fork ring first 3": (
-        "text:2: @t: fork ring first 3: there are 2 streams ring, not 3: give a number from 1 to 2, or omit the number for all"
+    "fork loop first 3": (
+        "text:2: @t: fork loop first 3: there are 2 streams loop, not 3: give a number from 1 to 2, or omit the number for all"
     ),
     "record ready[0]": "text:2: @t: record ready[0]: ready is not declared: add events(ready[...]) to the header",
     "wait ready[0]": "text:2: @t: wait ready[0]: ready is not declared: add events(ready[...]) to the header",
@@ -269,8 +269,8 @@ BODIES = {
 PROGRAMS = {
     "host @t(%x: f32[4], %x: f32[4]) -> () mesh(x=1) {\n}\n": "@t: %x is declared twice: rename one",
     "host @t(%x: f32[4@q]) -> () mesh(x=1) {\n}\n": "@t: mesh(x=1) has no axis 'q': its axes are x",
-    "host @t() -> () mesh(x=1) streams(ring[0]) {\n}\n": "@t: ring[0] is empty: declare at least one",
-    "host @t() -> () mesh(x=1) streams(ring[2]) events(ring[1]) {\n}\n": "@t: ring is declared twice: rename one",
+    "host @t() -> () mesh(x=1) streams(loop[0]) {\n}\n": "@t: loop[0] is empty: declare at least one",
+    "host @t() -> () mesh(x=1) streams(loop[2]) events(loop[1]) {\n}\n": "@t: loop is declared twice: rename one",
     **{
         f"host @t(%x: f32[4]) -> (%y: f32[4]) mesh(x=2) channels({channels}) {{\n  all_reduce sum %x -> %y on x\n}}\n": f"@t: {why}"
         for channels, why in (
@@ -329,7 +329,7 @@ CALLS = {
     "%b = allocate f32[4, M/2]\n%v = permute %b by [1, 0]\ncall @b %v -> %y": (
         "text:5: @t: call @b %v -> %y: %v is not contiguous, but a function needs contiguous buffers: copy it to a contiguous buffer first"
     ),
-    "stream ring[0] {\ncall @b %x -> %y\n}": (
+    "stream loop[0] {\ncall @b %x -> %y\n}": (
         "text:4: @t: call @b %x -> %y: a function runs on the caller's stream: move the call out of the stream block"
     ),
     "if rank.x == 0 {\ncall @b %x -> %y\n}": (

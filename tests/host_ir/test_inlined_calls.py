@@ -19,23 +19,23 @@ function @layer(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
     launch @negative_h %x -> %h_2
     copy %h_2 -> %h
   }
-  fork ring
+  fork loop
   for %i in 0..2 {
     %p = (rank.x + %i) % 2
-    stream ring[%p] {
+    stream loop[%p] {
       %y_i = chunk %y[1: %p of 2]
       %w_i = chunk %w[1: %p of 2]
       matmul %h, %w_i -> %y_i
     }
   }
-  join ring
+  join loop
 }
 function @twice(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
   %h = allocate f32[M/2, E]
   call @layer %x, %w -> %h
   call @layer %h, %w -> %y
 }
-host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) {
+host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(loop[2]) {
   call @twice %x, %w -> %y
 }
 """
@@ -44,7 +44,7 @@ INLINED = """\
 kernel @negative_h(%x: f32[M/2, E]) {
   %h: f32[M/2, E] = negative(%x)
 }
-host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) {
+host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(loop[2]) {
   %twice_h = allocate f32[M/2, E]
   %layer_h = allocate f32[M/2, E]
   if M % 4 == 0 {
@@ -54,16 +54,16 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
     launch @negative_h %x -> %layer_h_2
     copy %layer_h_2 -> %layer_h
   }
-  fork ring
+  fork loop
   for %layer_i in 0..2 {
     %layer_p = (rank.x + %layer_i) % 2
-    stream ring[%layer_p] {
+    stream loop[%layer_p] {
       %layer_y_i = chunk %twice_h[1: %layer_p of 2]
       %layer_w_i = chunk %w[1: %layer_p of 2]
       matmul %layer_h, %layer_w_i -> %layer_y_i
     }
   }
-  join ring
+  join loop
   deallocate %layer_h
   %layer_h_3 = allocate f32[M/2, E]
   if M % 4 == 0 {
@@ -73,16 +73,16 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
     launch @negative_h %twice_h -> %layer_h_4
     copy %layer_h_4 -> %layer_h_3
   }
-  fork ring
+  fork loop
   for %layer_i_2 in 0..2 {
     %layer_p_2 = (rank.x + %layer_i_2) % 2
-    stream ring[%layer_p_2] {
+    stream loop[%layer_p_2] {
       %layer_y_i_2 = chunk %y[1: %layer_p_2 of 2]
       %layer_w_i_2 = chunk %w[1: %layer_p_2 of 2]
       matmul %layer_h_3, %layer_w_i_2 -> %layer_y_i_2
     }
   }
-  join ring
+  join loop
   deallocate %layer_h_3
   deallocate %twice_h
 }

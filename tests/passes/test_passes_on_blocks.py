@@ -12,7 +12,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 
-RING = """\
+LOOP = """\
 function @layer(%x: f32[M@x, E], %w: f32[E, E]) {
   %h: f32[M, E] stream(M, 2, ring) = matmul(%x, %w)
   %n: f32[M, E] = negative(%h)
@@ -127,8 +127,8 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 
 def test_each_body_has_separate_events() -> None:
     text = (
-        RING
-        + RING.replace("@layer", "@other").replace("negative", "exp")
+        LOOP
+        + LOOP.replace("@layer", "@other").replace("negative", "exp")
         + (
             "fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x=2) {\n"
             "  %a: f32[M, E] = call @layer(%x, %w)\n"
@@ -151,7 +151,7 @@ fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x={}) {{
   return %y
 }}
 """
-    alone, pair = (stages(RING + text.format(count)) for count in (1, 2))
+    alone, pair = (stages(LOOP + text.format(count)) for count in (1, 2))
     assert " channels(" not in alone["lower_to_host"]
     assert " channels(x: x two_sided)" in pair["fold_conditions"]
 
@@ -202,7 +202,7 @@ fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
 }
 """
     host = body_of(stages(text)["sink_waits"], "host")
-    assert host.index("join ring") < host.index("call @layer %z -> %a")
+    assert host.index("join loop") < host.index("call @layer %z -> %a")
 
 
 def test_channels_are_ordered_in_each_body() -> None:

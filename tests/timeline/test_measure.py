@@ -30,11 +30,11 @@ PROGRAMS: Mapping[str, Fusion] = {
     **one_sided_fusions(4, hw.f32),
     **pipelines(4, 2, hw.f32),
 }
-P2P = """host @p2p(%x: f32[M@x, K], %w: f32[K, N]) -> (%y: f32[M, N]) mesh(x=2) channels(x: x two_sided) streams(ring[2]) {
-  fork ring
+P2P = """host @p2p(%x: f32[M@x, K], %w: f32[K, N]) -> (%y: f32[M, N]) mesh(x=2) channels(x: x two_sided) streams(loop[2]) {
+  fork loop
   for %i in 0..2 {
     %p = (rank.x + %i) % 2
-    stream ring[%i] {
+    stream loop[%i] {
       %x_gathered = allocate f32[M/2, K]
       if %p != rank.x {
         group {
@@ -47,7 +47,7 @@ P2P = """host @p2p(%x: f32[M@x, K], %w: f32[K, N]) -> (%y: f32[M, N]) mesh(x=2) 
       matmul %x_chunk, %w -> %y_i
     }
   }
-  join ring
+  join loop
 }
 """
 
@@ -158,10 +158,10 @@ def test_the_report_of_predicted_and_measured_times() -> None:
     assert "measured on cpu, the median of 3 calls" in text
     assert "  matmul y_i: predicted " in text
     page = report.html()
-    assert "rank 0, predicted, ring[0]" in page
-    assert "rank 1, measured, ring[1]" in page
+    assert "rank 0, predicted, loop[0]" in page
+    assert "rank 1, measured, loop[1]" in page
     assert "<td>matmul y_i</td><td>4</td>" in page
-    assert page.index("rank 0, predicted, ring[0]") < page.index("rank 0, measured, ring[0]") < page.index("rank 1, predicted, ring[0]")
+    assert page.index("rank 0, predicted, loop[0]") < page.index("rank 0, measured, loop[0]") < page.index("rank 1, predicted, loop[0]")
 
 
 def test_inputs_that_are_bound() -> None:

@@ -31,7 +31,7 @@ def by_mail(program: HostProgram, *names: str) -> HostProgram:
     return replace(program, channels=tuple(changed))
 
 
-HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) {\n"
+HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(loop[2]) {\n"
 
 
 def test_a_transport_supports_its_declared_calls() -> None:
@@ -80,23 +80,23 @@ def test_a_send_without_buffering_waits_for_its_recv() -> None:
 
 
 def test_channels_are_ordered_if_both_occupy_multiprocessors() -> None:
-    head = "host @t(%x: f32[4, N]) -> (%y: f32[4, N], %z: f32[4, N]) mesh(x=2, dp=2) streams(ring[2]) {\n"
+    head = "host @t(%x: f32[4, N]) -> (%y: f32[4, N], %z: f32[4, N]) mesh(x=2, dp=2) streams(loop[2]) {\n"
     program = host_text.parse(
         f"""{head}
-  fork ring
-  stream ring[0] {{
+  fork loop
+  stream loop[0] {{
     group {{
       send %x to 1 - rank.x on x
       recv %y from 1 - rank.x on x
     }}
   }}
-  stream ring[1] {{
+  stream loop[1] {{
     group {{
       send %x to 1 - rank.dp on dp
       recv %z from 1 - rank.dp on dp
     }}
   }}
-  join ring
+  join loop
 }}
 """
     )

@@ -14,7 +14,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import RankSizes
 from hostweave.types.tensor import DType
 
-StreamInPool = tuple[str, int]  # pool and index of a stream, such as ("ring", 2)
+StreamInPool = tuple[str, int]  # pool and index of a stream, such as ("loop", 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
 """Runs the control flow of a host program for given sizes, and lists the operations of each rank.
 
-for %i in 0..2 {                     rank 1, ring[0], %i = 0: copy %x -> %y_i      reads %x bytes 0..64, writes %y bytes 64..128
-  %p = (rank.x + %i) % 2      ->     rank 1, ring[1], %i = 1: recv %y_i from 0 ...
-  stream ring[%i] { ... }
+for %i in 0..2 {                     rank 1, loop[0], %i = 0: copy %x -> %y_i      reads %x bytes 0..64, writes %y bytes 64..128
+  %p = (rank.x + %i) % 2      ->     rank 1, loop[1], %i = 1: recv %y_i from 0 ...
+  stream loop[%i] { ... }
 """
 
 from __future__ import annotations

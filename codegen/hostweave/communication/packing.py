@@ -116,8 +116,8 @@ def per_iteration(b: Builder, wanted: str, type: BufferType, iteration: LoopIter
     """Allocates contiguous memory. In a loop, each iteration has separate memory, with the name `view`."""
     if iteration is None:
         return b.allocate_here(wanted, type)
-    ring = b.allocate(wanted, BufferType(type.dtype, (iteration.count, *type.shape)))
-    return b.select(ring, 0, iteration.block, view or f"{wanted}_{iteration.index.name}")
+    slots = b.allocate(wanted, BufferType(type.dtype, (iteration.count, *type.shape)))
+    return b.select(slots, 0, iteration.block, view or f"{wanted}_{iteration.index.name}")
 
 
 def temporary(b: Builder, like: str, iteration: LoopIteration | None) -> str:

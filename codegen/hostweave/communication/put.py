@@ -186,7 +186,7 @@ class _PutScatter(_Loop):
                     sender = (self.rank - 1 - iteration.distance) % self.size
                     branch(b, opposite(iteration.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing, "written"))
                 source = contiguous_source(b, self.values.operand(self.op, 0, iteration), None)
-                target = b.select(self.landing, 0, iteration.distance, f"{self.landing}_by_sender")
+                target = b.select(self.landing, 0, iteration.distance, f"{self.landing}_by_distance")
                 target = b.select(target, 0, iteration.subchunk, f"{self.landing}_{iteration.index.name}")
                 b.emit(ir.Put(source, target, iteration.owned_by, SIGNAL, self.channel))
 

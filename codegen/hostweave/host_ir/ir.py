@@ -175,7 +175,7 @@ class Pool:
 
 
 class Streams(Pool):
-    """A pool of streams, indexed modulo `count`. Text: `ring[4]`."""
+    """A pool of streams, indexed modulo `count`. Text: `loop[4]`."""
 
 
 class Events(Pool):

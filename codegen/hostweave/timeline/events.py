@@ -17,7 +17,7 @@ class Event:
     """
 
     rank: int
-    stream: str  # "caller", or "ring[1]"
+    stream: str  # "caller", or "loop[1]"
     name: str  # with the user's names: "matmul y_i"
     kind: str  # one of KINDS
     start: float

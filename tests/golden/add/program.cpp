@@ -6,7 +6,7 @@
 
 namespace programs::add {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) { HW_CHECK(hw::load(add_y)); }
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), loop_(rank, "loop", 3) { HW_CHECK(hw::load(add_y)); }
 
 Sizes Program::check(const Inputs& in) const {
   in.a.expect("a", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M, N]");
@@ -38,15 +38,15 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // single_device.py:21  return (a + b).stream("M", chunks=S)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* a_i = a + i * (M / 3 * N);
     const auto* b_i = b + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3 * N);
     HW_CHECK(hw::launch_pdl(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, a_i, b_i, y_i, M / 3 * N));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

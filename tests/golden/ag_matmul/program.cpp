@@ -7,7 +7,7 @@ namespace programs::ag_matmul {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 3),
+      loop_(rank, "loop", 3),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -26,7 +26,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({4, m, K}, {K, N}, {4, m, N});
     hw::MemoryPlan memory;
-    memory.allocate(x_gathered_, 4 * m * K, ring_);
+    memory.allocate(x_gathered_, 4 * m * K, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -48,16 +48,16 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:35  return hw.matmul(hw.reshard(x, S, D, "m", "K"), w).stream(0)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * m * K;
     auto* x_gathered = x_gathered_[i];
     HW_CHECK(ncclAllGather(x_i, x_gathered, m * K, ncclBfloat16, channel_x_.comm(), stream));
     auto* y_i = y + i * 4 * m * N;
     HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

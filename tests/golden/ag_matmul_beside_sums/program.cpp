@@ -9,7 +9,7 @@ namespace programs::ag_matmul_beside_sums {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(sum_s_partial));
 }
@@ -32,7 +32,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
     hw::MemoryPlan memory;
-    memory.allocate(x_gathered_, M / 4 * K, ring_);
+    memory.allocate(x_gathered_, M / 4 * K, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -60,10 +60,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:43  y = hw.matmul(x, w).stream("M", chunks=D)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
     if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
@@ -86,7 +86,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     HW_CHECK(ncclAllReduce(t, t, L, ncclBfloat16, ncclSum, channel_x_.comm(), caller));
     HW_CHECK(ncclGroupEnd());
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

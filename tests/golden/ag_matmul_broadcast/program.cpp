@@ -7,7 +7,7 @@ namespace programs::ag_matmul_broadcast {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -26,7 +26,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
     hw::MemoryPlan memory;
-    memory.allocate(x_gathered_, M / 4 * K, ring_);
+    memory.allocate(x_gathered_, M / 4 * K, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -48,15 +48,15 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:17  return hw.matmul(x, w).stream("M", chunks=D, algorithm="broadcast")
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
     HW_CHECK(ncclBroadcast(x, x_gathered, M / 4 * K, ncclBfloat16, i, channel_x_.comm(), stream));
     auto* y_i = y + i * (M / 4 * N);
     HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

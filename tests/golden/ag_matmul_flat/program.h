@@ -63,7 +63,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 4 streams
+  hw::Streams loop_;              // 4 streams
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   std::array<hw::bf16*, 4> x_gathered_{};  // bf16[M/4, K], one per stream

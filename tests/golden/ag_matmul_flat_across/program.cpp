@@ -7,7 +7,7 @@ namespace programs::ag_matmul_flat_across {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 3),
+      loop_(rank, "loop", 3),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -27,7 +27,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({4, M / 12, K}, {K, N}, hw::Strided({4, M / 12, N}, {M / 4 * N, N, 1}));
     hw::MemoryPlan memory;
-    memory.allocate(x_gathered_, M / 3 * K, ring_);
+    memory.allocate(x_gathered_, M / 3 * K, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -49,16 +49,16 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:72  return hw.matmul(x, w).stream("M", chunks=3)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * (M / 12 * K);
     auto* x_gathered = x_gathered_[i];
     HW_CHECK(ncclAllGather(x_i, x_gathered, M / 12 * K, ncclBfloat16, channel_x_.comm(), stream));
     auto* y_i = y + i * (M / 12 * N);
     HW_CHECK(plan_y_.multiply(x_gathered, w, y_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -8,7 +8,7 @@ namespace programs::ag_matmul_flat_chunked {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -28,7 +28,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({M / 8, K}, {K, N}, {M / 8, N});
     hw::MemoryPlan memory;
-    memory.allocate(x_gathered_, M / 8 * K, ring_);
+    memory.allocate(x_gathered_, M / 8 * K, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -51,10 +51,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:12  return hw.matmul(x, w).stream("M", chunks=2 * D)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 8; ++i) {
     const int64_t p = (rank_x + i / 2) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + (i % 2) * (M / 8 * K);
     auto* x_gathered = x_gathered_[i % 4];
     if (p != rank_x) {
@@ -68,7 +68,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const auto* x_chunk = p == rank_x ? x_i : x_gathered;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -8,7 +8,7 @@ namespace programs::ag_matmul_p2p {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -27,7 +27,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_y_.prepare({m, K}, {K, N}, {m, N});
     hw::MemoryPlan memory;
-    memory.allocate(x_gathered_, m * K, ring_);
+    memory.allocate(x_gathered_, m * K, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -50,10 +50,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:59  return hw.matmul(x, w).stream(0)  # streaming a sharded dim gathers it: one shard per step
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
     if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
@@ -66,7 +66,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -8,7 +8,7 @@ namespace programs::ag_matmul_pull {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
-      ring_(rank, "ring", 2),
+      loop_(rank, "loop", 2),
       peer_copies_(rank, "peer_copies", 1),
       arrived_(8),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
@@ -66,7 +66,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may read h_
     }
   }
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 8; ++i) {
     const int64_t p = (rank_x + i / 2) % 4;
     auto* h_i = h_ + (i % 2) * (M / 8 * K);
@@ -80,7 +80,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     if (p != rank_x) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
@@ -97,7 +97,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has read h_
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

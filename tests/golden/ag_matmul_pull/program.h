@@ -62,7 +62,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 2 streams
+  hw::Streams loop_;              // 2 streams
   hw::Streams peer_copies_;       // 1 stream
   hw::Events arrived_;            // 8 events
   hw::MatmulPlan plan_y_;

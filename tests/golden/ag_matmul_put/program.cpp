@@ -7,7 +7,7 @@ namespace programs::ag_matmul_put {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
-      ring_(rank, "ring", 2),
+      loop_(rank, "loop", 2),
       peer_copies_(rank, "peer_copies", 1),
       arrived_(4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
@@ -62,7 +62,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer's x_gathered_ may be written
     }
   }
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
@@ -75,7 +75,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(channel_x_.wait_signal(p, 0, stream));                // until the peer has written x_gathered_
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     if (p != rank_x) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
@@ -83,7 +83,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const auto* x_chunk = p == rank_x ? x : x_gathered_i;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -8,7 +8,7 @@ namespace programs::ag_matmul_ring {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       arrived_(4),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -51,10 +51,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:90  return hw.matmul(x, w).stream("M", chunks=D, algorithm="ring")
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x - i + 4) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
     if (i != 0) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i - 1], 0));
@@ -74,7 +74,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     auto* y_i = y + p * (M / 4 * N);
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

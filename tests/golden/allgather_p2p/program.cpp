@@ -7,7 +7,7 @@
 namespace programs::allgather_p2p {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 4) {}
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), loop_(rank, "loop", 4) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", CUDA_R_16BF, {1, hw::kAny}, rank_.device(), "bf16[1, N]");
@@ -36,10 +36,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:54  return hw.reshard(x, D, "N").stream(0)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* y_i = y + p * N;
     if (p == rank_x) {
       HW_CHECK(cudaMemcpyAsync(y_i, x, N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
@@ -51,7 +51,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(ncclGroupEnd());
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -8,7 +8,7 @@
 namespace programs::allreduce_rows {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 3) {
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), loop_(rank, "loop", 3) {
   HW_CHECK(hw::load(sum_y_partial));
 }
 
@@ -41,15 +41,15 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // single_device.py:59  return hw.sum(x, axis="R").stream("N", chunks=S)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * (N / 3);
     auto* y_i = y + i * (N / 3);
     HW_CHECK(hw::launch_pdl(sum_y_partial, hw::grid_of_columns(N / 3, 512), stream, x_i, y_i, N, R_x));
     HW_CHECK(ncclAllReduce(y_i, y_i, N / 3, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

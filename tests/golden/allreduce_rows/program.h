@@ -59,7 +59,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 3 streams
+  hw::Streams loop_;              // 3 streams
   hw::Arena arena_;
   hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`
 };

@@ -9,7 +9,7 @@ namespace programs::epilogues {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU_BIAS),
       plan_s_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(maximum_minimum_c));
@@ -35,7 +35,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     plan_s_.prepare({M / 4, K}, {K, N}, {M / 4, N});
     hw::MemoryPlan memory;
     memory.allocate(workspace_, hw::kWorkspaceBytes);
-    memory.allocate(x_gathered_, M / 4 * K, ring_);
+    memory.allocate(x_gathered_, M / 4 * K, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -64,10 +64,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:88  biased = (hw.matmul(x, w).stream("M", chunks=D) + b).stream("M", chunks=D)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
     if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
@@ -85,7 +85,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   HW_CHECK(plan_s_.multiply(x, w, s, {caller, workspace_}, {.scale = 0.5, .accumulate = r}));
   // fusions_beyond_examples.py:91  return h, s, hw.clip(s, -1, 1).named("c")
   HW_CHECK(hw::launch_pdl(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, s, c, M / 4 * N));
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

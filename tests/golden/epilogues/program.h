@@ -69,7 +69,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 4 streams
+  hw::Streams loop_;              // 4 streams
   hw::MatmulPlan plan_h_;
   hw::MatmulPlan plan_s_;
   hw::Arena arena_;

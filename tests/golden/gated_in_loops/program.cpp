@@ -10,7 +10,7 @@ namespace programs::gated_in_loops {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_g_and_u_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_matmul_down_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(maximum_minimum_multiply_h));
@@ -42,11 +42,11 @@ OutputShapes Program::prepare(const Inputs& in) {
     // - x_gathered_, matmul_down_
     memory.allocate(g_, M * F_x);
     memory.allocate(u_, M * F_x);
-    memory.allocate(x_gathered_, M / 4 * K, ring_);
-    memory.join(ring_);
+    memory.allocate(x_gathered_, M / 4 * K, loop_);
+    memory.join(loop_);
     memory.free(u_);
     memory.allocate(y_landing_, M * K);
-    memory.allocate(matmul_down_, M / 4 * K, ring_);
+    memory.allocate(matmul_down_, M / 4 * K, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -71,10 +71,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:96  g = hw.matmul(x, gate).stream("M", chunks=D)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
     if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
@@ -90,14 +90,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     auto* u_i = u_ + p * (M / 4 * F_x);
     HW_CHECK(plan_g_and_u_.multiply(x_chunk, up, u_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   // fusions_beyond_examples.py:98  h = (hw.clip(g, -1, 1) * u).named("h")
   HW_CHECK(hw::launch_pdl(maximum_minimum_multiply_h, hw::grid_of_elements<8>(M * F_x), caller, g_, u_, g_, M * F_x));
   // fusions_beyond_examples.py:99  return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* h_i = g_ + q * (M / 4 * F_x);
     auto* matmul_down = matmul_down_[i];
     const int64_t sender = (rank_x - i + 3) % 4;
@@ -112,7 +112,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(ncclGroupEnd());
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * K), caller, y_landing_, y, M, K));
   HW_CHECK(arena_.end_call(caller));
 }

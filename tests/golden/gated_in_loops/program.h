@@ -66,7 +66,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 4 streams
+  hw::Streams loop_;              // 4 streams
   hw::MatmulPlan plan_g_and_u_;
   hw::MatmulPlan plan_matmul_down_;
   hw::Arena arena_;

@@ -8,7 +8,7 @@ namespace programs::keys_in_a_loop {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
-      ring_(rank, "ring", 2),
+      loop_(rank, "loop", 2),
       peer_copies_(rank, "peer_copies", 1),
       arrived_(4),
       plan_y_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
@@ -78,7 +78,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));  // peer may read y_kv_
     }
   }
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     auto* keys_i = keys_ + p * 64 * S;
@@ -89,7 +89,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
                                stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     if (p != rank_x) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
@@ -115,7 +115,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has read y_kv_
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
   HW_CHECK(hw::launch_pdl(fused_y_sums_y_weights, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_sums_, y_lse_, S));
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, y_sums_, y_lse_, y_blocks_, y, S));

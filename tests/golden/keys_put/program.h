@@ -61,7 +61,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 2 streams
+  hw::Streams loop_;              // 2 streams
   hw::Streams peer_copies_;       // 1 stream
   hw::Events arrived_;            // 4 events
   hw::AttentionPlan plan_y_blocks_;

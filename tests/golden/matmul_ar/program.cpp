@@ -8,7 +8,7 @@ namespace programs::matmul_ar {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 3),
+      loop_(rank, "loop", 3),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -46,15 +46,15 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:40  return hw.sum(hw.matmul(x, w), axis=1).stream(0)  # [S, m, N]
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * m * K;
     auto* y_i = y + i * m * N;
     HW_CHECK(plan_y_.multiply(x_i, w, y_i, stream));
     HW_CHECK(ncclAllReduce(y_i, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -61,7 +61,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 3 streams
+  hw::Streams loop_;              // 3 streams
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`

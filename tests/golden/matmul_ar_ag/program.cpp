@@ -9,7 +9,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_tp_(rank.channel(kMesh, "tp", 4)),
       channel_dp_(rank.channel(kMesh, "dp", 2)),
-      ring_(rank, "ring", 3),
+      loop_(rank, "loop", 3),
       channels_idle_(1),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -31,8 +31,8 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_matmul_w_.prepare({M / 6, K_tp}, {K_tp, N}, {M / 6, N});
     hw::MemoryPlan memory;
-    memory.allocate(matmul_w_, M / 6 * N, ring_);
-    memory.allocate(y_packed_, M / 3 * N, ring_);
+    memory.allocate(matmul_w_, M / 6 * N, loop_);
+    memory.allocate(y_packed_, M / 3 * N, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -54,10 +54,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:38  return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   HW_CHECK(cudaEventRecord(channels_idle_[0], caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * (M / 6 * K_tp);
     auto* matmul_w = matmul_w_[i];
     HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
@@ -70,7 +70,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     HW_CHECK(cudaMemcpy2DAsync(y_i, M / 2 * N * sizeof(hw::bf16), y_packed, M / 6 * N * sizeof(hw::bf16),
                                M / 6 * N * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

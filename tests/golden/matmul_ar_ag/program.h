@@ -65,7 +65,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_tp_;  // 4 ranks along tp
   const hw::Channel& channel_dp_;  // 2 ranks along dp
-  hw::Streams ring_;               // 3 streams
+  hw::Streams loop_;               // 3 streams
   hw::Events channels_idle_;       // 1 event
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;

@@ -9,7 +9,7 @@ namespace programs::matmul_ar_flat {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 3),
+      loop_(rank, "loop", 3),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -49,15 +49,15 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:77  return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=S)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * (M / 3 * K_x);
     auto* y_i = y + i * (M / 3 * N);
     HW_CHECK(plan_y_.multiply(x_i, w, y_i, stream));
     HW_CHECK(ncclAllReduce(y_i, y_i, M / 3 * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -8,7 +8,7 @@ namespace programs::matmul_ar_two_axes {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_tp_(rank.channel(kMesh, "tp", 4)),
-      ring_(rank, "ring", 2),
+      loop_(rank, "loop", 2),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -30,7 +30,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_matmul_w_.prepare({M_dp, K_tp}, hw::Strided({K_tp, N / 2}, {N, 1}), {M_dp, N / 2});
     hw::MemoryPlan memory;
-    memory.allocate(matmul_w_, N / 2 * M_dp, ring_);
+    memory.allocate(matmul_w_, N / 2 * M_dp, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -52,9 +52,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:33  return hw.reshard(hw.matmul(x, w), "M@dp", "N").stream("N", chunks=2)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* w_i = w + i * (N / 2);
     auto* matmul_w = matmul_w_[i];
     HW_CHECK(plan_matmul_w_.multiply(x, w_i, matmul_w, stream));
@@ -63,7 +63,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     HW_CHECK(cudaMemcpy2DAsync(y_i, N * sizeof(hw::bf16), matmul_w, N / 2 * sizeof(hw::bf16), N / 2 * sizeof(hw::bf16), M_dp,
                                cudaMemcpyDeviceToDevice, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

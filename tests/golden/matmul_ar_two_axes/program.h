@@ -65,7 +65,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_tp_;  // 4 ranks along tp
-  hw::Streams ring_;               // 2 streams
+  hw::Streams loop_;               // 2 streams
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   std::array<hw::bf16*, 2> matmul_w_{};  // bf16[local(M, dp), N/2], also y_packed, one per stream

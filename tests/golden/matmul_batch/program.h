@@ -61,7 +61,7 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  hw::Streams ring_;  // 4 streams
+  hw::Streams loop_;  // 4 streams
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`

@@ -6,7 +6,7 @@
 namespace programs::matmul_n {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
+    : rank_(rank.expect_world(kWorld)), loop_(rank, "loop", 3), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M, K]");
@@ -44,14 +44,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // single_device.py:36  return hw.matmul(x, w).stream("N", chunks=S)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* w_i = w + i * (N / 3);
     auto* y_i = y + i * (N / 3);
     HW_CHECK(plan_y_.multiply(x, w_i, y_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

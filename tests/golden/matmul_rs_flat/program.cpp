@@ -10,7 +10,7 @@ namespace programs::matmul_rs_flat {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(sum_y));
 }
@@ -34,7 +34,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     plan_matmul_w_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
     hw::MemoryPlan memory;
     memory.allocate(y_landing_, M * N);
-    memory.allocate(matmul_w_, M / 4 * N, ring_);
+    memory.allocate(matmul_w_, M / 4 * N, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -57,10 +57,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:82  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* matmul_w = matmul_w_[i];
     const int64_t sender = (rank_x - i + 3) % 4;
@@ -75,7 +75,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(ncclGroupEnd());
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, y_landing_, y, M, N));
   HW_CHECK(arena_.end_call(caller));
 }

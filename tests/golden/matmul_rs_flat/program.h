@@ -64,7 +64,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 4 streams
+  hw::Streams loop_;              // 4 streams
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   hw::bf16* y_landing_ = nullptr;        // bf16[4, M/4, N]

@@ -9,7 +9,7 @@ namespace programs::matmul_rs_put {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
-      ring_(rank, "ring", 1),
+      loop_(rank, "loop", 1),
       peer_copies_(rank, "peer_copies", 1),
       computed_(3),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF),
@@ -69,12 +69,12 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer's y_landing_ may be written
     }
   }
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;
     auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
     {
-      const hw::Stream stream = ring_[0];
+      const hw::Stream stream = loop_[0];
       const auto* x_i = x + q * (M / 4 * K_x);
       HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
       if (q != rank_x) {
@@ -84,8 +84,8 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     if (q != rank_x) {
       const hw::Stream stream = peer_copies_[0];
       HW_CHECK(cudaStreamWaitEvent(stream, computed_[i], 0));
-      auto* y_landing_by_sender = y_landing_ + i * (M / 4 * N);
-      HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, q, y_landing_by_sender), matmul_w_i, M / 4 * N * sizeof(hw::bf16),
+      auto* y_landing_by_distance = y_landing_ + i * (M / 4 * N);
+      HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, q, y_landing_by_distance), matmul_w_i, M / 4 * N * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(channel_x_.signal(q, 0, stream));  // has written the peer's y_landing_
     }
@@ -96,7 +96,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));  // until the peer has written y_landing_
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
   auto* matmul_w_own = matmul_w_ + rank_x * (M / 4 * N);
   auto* y_landing_1 = y_landing_ + M / 4 * N;

@@ -63,7 +63,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 1 stream
+  hw::Streams loop_;              // 1 stream
   hw::Streams peer_copies_;       // 1 stream
   hw::Events computed_;           // 3 events
   hw::MatmulPlan plan_matmul_w_;

@@ -9,7 +9,7 @@ namespace programs::matmul_rs_ring {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       arrived_(4),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
@@ -54,10 +54,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:95  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D, algorithm="ring")
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x - i + 3) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + q * (M / 4 * K_x);
     auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
     if (i == 0) {
@@ -82,7 +82,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

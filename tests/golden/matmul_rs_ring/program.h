@@ -63,7 +63,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 4 streams
+  hw::Streams loop_;              // 4 streams
   hw::Events arrived_;            // 4 events
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;

@@ -7,7 +7,7 @@ namespace programs::matmul_rs_through_bcast {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 3),
+      loop_(rank, "loop", 3),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
@@ -26,7 +26,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     prepared_.reset();  // stays empty if an error follows
     plan_matmul_w_.prepare({1, 4, m, K}, {1, 1, K, N}, {1, 4, m, N});
     hw::MemoryPlan memory;
-    memory.allocate(matmul_w_, 4 * m * N, ring_);
+    memory.allocate(matmul_w_, 4 * m * N, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -48,9 +48,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:45  partial = hw.sum(hw.matmul(x, w[None, :, None]), axis=1)  # [S, D, m, N]
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * 4 * m * K;
     auto* matmul_w = matmul_w_[i];
     HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
@@ -58,7 +58,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     auto* y_i = y + i * m * N;
     HW_CHECK(ncclReduceScatter(matmul_w, y_i, m * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

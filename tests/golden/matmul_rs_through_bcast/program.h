@@ -63,7 +63,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 3 streams
+  hw::Streams loop_;              // 3 streams
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   std::array<hw::bf16*, 3> matmul_w_{};  // bf16[1, 4, m, N], one per stream

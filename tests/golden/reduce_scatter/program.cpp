@@ -6,7 +6,7 @@
 namespace programs::reduce_scatter {
 
 Program::Program(hw::Rank& rank)
-    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), ring_(rank, "ring", 3) {}
+    : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), loop_(rank, "loop", 3) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", CUDA_R_16BF, {3, 1, 4, hw::kAny}, rank_.device(), "bf16[3, 1, 4, N]");
@@ -34,14 +34,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // seeds.py:30  return hw.reshard(hw.sum(x, axis=1), S, f"{D}@x", "N").stream(0)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * 4 * N;
     auto* y_i = y + i * N;
     HW_CHECK(ncclReduceScatter(x_i, y_i, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -6,7 +6,7 @@
 
 namespace programs::row_sum {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) { HW_CHECK(hw::load(sum_y)); }
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), loop_(rank, "loop", 3) { HW_CHECK(hw::load(sum_y)); }
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M, N]");
@@ -36,14 +36,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // single_device.py:26  return hw.sum(x, axis="N").stream("M", chunks=S)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3);
     HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_rows<8>(M / 3, N), stream, x_i, y_i, M, N));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -5,7 +5,7 @@
 
 namespace programs::set {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) {}
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), loop_(rank, "loop", 3) {}
 
 Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device(), "bf16[M, N]");
@@ -35,14 +35,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // single_device.py:16  return hw.copy(x).stream("M", chunks=S)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3 * N);
     HW_CHECK(cudaMemcpyAsync(y_i, x_i, M / 3 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

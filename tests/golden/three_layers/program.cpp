@@ -10,7 +10,7 @@ namespace programs::three_layers {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_matmul_w_in_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_matmul_w_out_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(maximum_minimum_h));
@@ -81,10 +81,10 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
   const auto* w_out = in.w_out.as<hw::bf16>();
 
   // fusions_beyond_examples.py:52  h = hw.clip(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* x_gathered = layer_x_gathered_[i];
     if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
@@ -97,14 +97,14 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_matmul_w_in_.multiply(x_chunk, w_in, matmul_w_in_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, layer_matmul_w_in_, layer_matmul_w_in_,
                           M * F_x));
   // fusions_beyond_examples.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D) ...
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* h_i = layer_matmul_w_in_ + q * (M / 4 * F_x);
     auto* matmul_w_out = layer_matmul_w_out_[i];
     const int64_t sender = (rank_x - i + 3) % 4;
@@ -119,7 +119,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
       HW_CHECK(ncclGroupEnd());
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   // fusions_beyond_examples.py:54  return hw.clip(x + scattered, -1, 1)
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, layer_scattered_landing_, x, y, M, E));
 }
@@ -129,11 +129,11 @@ void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {
   // The live ranges of these buffers are disjoint, so they may share bytes:
   // - layer_x_gathered_, layer_scattered_landing_
   memory.allocate(layer_matmul_w_in_, M * F_x);
-  memory.allocate(layer_x_gathered_, M / 4 * E, ring_);
-  memory.join(ring_);
+  memory.allocate(layer_x_gathered_, M / 4 * E, loop_);
+  memory.join(loop_);
   memory.allocate(layer_scattered_landing_, M * E);
-  memory.allocate(layer_matmul_w_out_, M / 4 * E, ring_);
-  memory.join(ring_);
+  memory.allocate(layer_matmul_w_out_, M / 4 * E, loop_);
+  memory.join(loop_);
   memory.free(layer_matmul_w_in_);
   memory.free(layer_scattered_landing_);
 }

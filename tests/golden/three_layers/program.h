@@ -72,7 +72,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
-  hw::Streams ring_;              // 4 streams
+  hw::Streams loop_;              // 4 streams
   hw::MatmulPlan plan_matmul_w_in_;
   hw::MatmulPlan plan_matmul_w_out_;
   hw::Arena arena_;

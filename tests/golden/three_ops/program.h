@@ -58,7 +58,7 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  hw::Streams ring_;  // 3 streams
+  hw::Streams loop_;  // 3 streams
   hw::Arena arena_;
   hw::bf16* a_ = nullptr;         // bf16[M, N], also b
   hw::Optional<Sizes> prepared_;  // sizes of the last call of `prepare`

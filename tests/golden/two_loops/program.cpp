@@ -10,7 +10,7 @@ namespace programs::two_loops {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_matmul_v_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_matmul_u_(rank, CUDA_R_16BF, CUDA_R_16BF) {
@@ -45,12 +45,12 @@ OutputShapes Program::prepare(const Inputs& in) {
     // - h_, y_landing_
     // - x_gathered_, matmul_v_
     memory.allocate(h_, M * N);
-    memory.allocate(x_gathered_, M / 4 * K, ring_);
-    memory.join(ring_);
+    memory.allocate(x_gathered_, M / 4 * K, loop_);
+    memory.join(loop_);
     memory.allocate(matmul_v_, M * F_x);
     memory.free(h_);
     memory.allocate(y_landing_, M * N);
-    memory.allocate(matmul_u_, M / 4 * N, ring_);
+    memory.allocate(matmul_u_, M / 4 * N, loop_);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -75,10 +75,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:81  h = hw.matmul(x, w).stream("M", chunks=D)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
     if (p != rank_x) {
       HW_CHECK(ncclGroupStart());
@@ -91,15 +91,15 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   // fusions_beyond_examples.py:82  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(plan_matmul_v_.multiply(h_, v, matmul_v_, {caller, workspace_}));
   HW_CHECK(hw::launch_pdl(maximum_minimum_g, hw::grid_of_elements<8>(M * F_x), caller, matmul_v_, matmul_v_, M * F_x));
   // fusions_beyond_examples.py:83  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     auto* g_i = matmul_v_ + q * (M / 4 * F_x);
     auto* matmul_u = matmul_u_[i];
     const int64_t sender = (rank_x - i + 3) % 4;
@@ -114,7 +114,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(ncclGroupEnd());
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, y_landing_, y, M, N));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -6,7 +6,7 @@
 
 namespace programs::two_ops {
 
-Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), ring_(rank, "ring", 3) {
+Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), loop_(rank, "loop", 3) {
   HW_CHECK(hw::load(negative_multiply_y));
 }
 
@@ -39,14 +39,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   HW_CHECK(arena_.begin_call(caller));
   // single_device.py:46  h = hw.negative(x).stream("M", chunks=S).named("h")
   // single_device.py:47  return (h * x).stream("M", chunks=S)  # the same loop: step i needs only step i of h
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * (M / 3 * N);
     auto* y_i = y + i * (M / 3 * N);
     HW_CHECK(hw::launch_pdl(negative_multiply_y, hw::grid_of_elements<8>(M / 3 * N), stream, x_i, y_i, M / 3 * N));
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

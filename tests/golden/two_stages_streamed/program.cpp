@@ -12,7 +12,7 @@ Program::Program(hw::Rank& rank)
       channel_x_of_ranks_0_1_(on_ranks_0_1_ ? rank.channel("mesh(x=2 of ranks 0, 1)", "x", 2) : hw::no_channel()),
       channel_x_(rank.channel(kMesh, "x", 4)),
       channel_x_of_ranks_2_3_(on_ranks_2_3_ ? rank.channel("mesh(x=2 of ranks 2, 3)", "x", 2) : hw::no_channel()),
-      ring_(rank, "ring", 4),
+      loop_(rank, "loop", 4),
       channels_idle_(1),
       plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
       plan_matmul_down1_(rank, CUDA_R_16BF, CUDA_R_16BF),
@@ -54,11 +54,11 @@ OutputShapes Program::prepare(const Inputs& in) {
     hw::MemoryPlan memory;
     if (on_ranks_2_3_) {
       memory.allocate(arrived_, M * K);
-      memory.allocate(g_, M / 4 * N_x_of_ranks_2_3, ring_);
+      memory.allocate(g_, M / 4 * N_x_of_ranks_2_3, loop_);
     }
     if (on_ranks_0_1_) {
-      memory.allocate(h_, M / 4 * N_x_of_ranks_0_1, ring_);
-      memory.allocate(matmul_down1_, M / 4 * K, ring_);
+      memory.allocate(h_, M / 4 * N_x_of_ranks_0_1, loop_);
+      memory.allocate(matmul_down1_, M / 4 * K, loop_);
     }
     arena_.reserve(memory);
     prepared_ = sizes;
@@ -85,11 +85,11 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
 
   HW_CHECK(arena_.begin_call(caller));
   // pipeline.py:31  h = hw.relu(hw.matmul(x, up1).stream("M", chunks=S)).named("h").stream("M", chunks=S)
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   if (on_ranks_0_1_) {
     HW_CHECK(cudaEventRecord(channels_idle_[0], caller));
     for (int64_t i = 0; i < 4; ++i) {
-      const hw::Stream stream = ring_[i];
+      const hw::Stream stream = loop_[i];
       const auto* x_i = x + i * (M / 4 * K);
       auto* h = h_[i];
       HW_CHECK(plan_h_.multiply(x_i, up1, h, stream));
@@ -107,20 +107,20 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)
   if (on_ranks_2_3_) {
     {
-      const hw::Stream stream = ring_[0];
+      const hw::Stream stream = loop_[0];
       HW_CHECK(ncclRecv(arrived_, M / 4 * K, ncclBfloat16, rank - 2, channel_x_.comm(), stream));
       HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
     }
     for (int64_t i = 0; i < 4; ++i) {
       if (i < 3) {
-        const hw::Stream stream = ring_[i + 1];
+        const hw::Stream stream = loop_[i + 1];
         HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
         auto* arrived_next = arrived_ + (i + 1) * (M / 4 * K);
         HW_CHECK(ncclRecv(arrived_next, M / 4 * K, ncclBfloat16, rank - 2, channel_x_.comm(), stream));
         HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
       }
       // pipeline.py:34  g = hw.relu(hw.matmul(arrived, up2).stream("M", chunks=S)).named("g").stream("M", chunks=S)
-      const hw::Stream stream = ring_[i];
+      const hw::Stream stream = loop_[i];
       auto* arrived_i = arrived_ + i * (M / 4 * K);
       auto* g = g_[i];
       HW_CHECK(plan_g_.multiply(arrived_i, up2, g, stream));
@@ -132,7 +132,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(cudaEventRecord(channels_idle_[0], stream));
     }
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -73,7 +73,7 @@ class Program {
   const hw::Channel& channel_x_of_ranks_0_1_;  // 2 ranks along x of mesh(x=2 of ranks 0, 1)
   const hw::Channel& channel_x_;               // 4 ranks along x
   const hw::Channel& channel_x_of_ranks_2_3_;  // 2 ranks along x of mesh(x=2 of ranks 2, 3)
-  hw::Streams ring_;                           // 4 streams
+  hw::Streams loop_;                           // 4 streams
   hw::Events channels_idle_;                   // 1 event
   hw::MatmulPlan plan_h_;
   hw::MatmulPlan plan_matmul_down1_;

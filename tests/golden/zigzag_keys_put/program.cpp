@@ -8,7 +8,7 @@ namespace programs::in_zigzag {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_cp_(rank.channel(kMesh, "cp", 2, hw::Transport::peer)),
-      ring_(rank, "ring", 2),
+      loop_(rank, "loop", 2),
       peer_copies_(rank, "peer_copies", 1),
       arrived_(2),
       plan_y_attention_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
@@ -49,8 +49,8 @@ OutputShapes Program::prepare(const Inputs& in) {
     memory.allocate(k_gathered_, 256 * S);
     memory.allocate(y_attention_blocks_, 256 * S);
     memory.allocate(y_attention_lse_, 4 * S);
-    memory.allocate(y_attention_lse_half_packed_, S, ring_);
-    memory.join(ring_);
+    memory.allocate(y_attention_lse_half_packed_, S, loop_);
+    memory.join(loop_);
     memory.free(y_attention_kv_);
     memory.free(k_gathered_);
     memory.allocate(y_attention_sums_, 2 * S);
@@ -83,7 +83,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const hw::Stream stream = peer_copies_[0];
     HW_CHECK(channel_cp_.signal(1 - rank_cp, 0, stream));  // peer may read y_attention_kv_
   }
-  HW_CHECK(ring_.fork(caller));
+  HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
     const int64_t p = (rank_cp + i) % 2;
     auto* k_gathered_i = k_gathered_ + p * 128 * S;
@@ -94,7 +94,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
-    const hw::Stream stream = ring_[i];
+    const hw::Stream stream = loop_[i];
     if (p != rank_cp) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
@@ -126,7 +126,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     HW_CHECK(channel_cp_.signal(1 - rank_cp, 0, stream));       // has read the peer's y_attention_kv_
     HW_CHECK(channel_cp_.wait_signal(1 - rank_cp, 0, stream));  // until the peer has read y_attention_kv_
   }
-  HW_CHECK(ring_.join(caller));
+  HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
   HW_CHECK(hw::launch_pdl(fused_y_attention_sums_y_attention_weights, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
                           y_attention_sums_, y_attention_lse_, S));

@@ -64,7 +64,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_cp_;  // 2 ranks along cp
-  hw::Streams ring_;               // 2 streams
+  hw::Streams loop_;               // 2 streams
   hw::Streams peer_copies_;        // 1 stream
   hw::Events arrived_;             // 2 events
   hw::AttentionPlan plan_y_attention_blocks_;

@@ -13,7 +13,7 @@ from hostweave.options import Options
 from hostweave.passes.host.fold_epilogues import fold_epilogues
 
 ADD = "kernel @add_y(%h: {t}[M, N], %b: {t}[N]) {\n  %y: {t}[M, N] = add(%h, %b)\n}\n"
-HEAD = "(%x: {t}[M, K], %w: {t}[K, N], %b: {t}[N], %r: {t}[M, N]) -> (%y: {t}[M, N]) mesh(x=2) streams(ring[2])"
+HEAD = "(%x: {t}[M, K], %w: {t}[K, N], %b: {t}[N], %r: {t}[M, N]) -> (%y: {t}[M, N]) mesh(x=2) streams(loop[2])"
 
 
 def host(kernels: str, body: str, head: str = HEAD, dtype: str = "bf16") -> HostProgram:
@@ -111,7 +111,7 @@ kernel @exp_multiply_y(%b: bf16[N], %s: bf16[M, N]) {
   %e: bf16[M, N] = exp(%s)
   %y: bf16[M, N] = multiply(%e, %b)
 }
-host @f(%x: bf16[M, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M, N]) -> (%s: bf16[M, N], %y: bf16[M, N]) mesh(x=2) streams(ring[2]) {
+host @f(%x: bf16[M, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M, N]) -> (%s: bf16[M, N], %y: bf16[M, N]) mesh(x=2) streams(loop[2]) {
   matmul %x, %w accumulate %r -> %s
   launch @exp_multiply_y %b, %s -> %y
 }
@@ -164,9 +164,9 @@ def test_chunks_of_a_loop(name: str) -> None:
         f"kernel @k({inputs}) {{\n{chr(10).join(ops)}\n}}\n",
         f"""\
 %h = allocate {{t}}[M, N]
-fork ring
+fork loop
 for %i in 0..2 {{
-stream ring[%i] {{
+stream loop[%i] {{
 {views}
 %h_i = chunk %h[{dim}: %i of 2]
 matmul {operands} -> %h_i
@@ -175,7 +175,7 @@ matmul {operands} -> %h_i
 launch @k %h_i, %r_i, {bias} -> %y_i
 }}
 }}
-join ring""",
+join loop""",
     )
     result = folded(before)
     assert f"      matmul {operands} accumulate %r_i bias {bias} activation relu -> %y_i\n" in result
@@ -189,7 +189,7 @@ BODIES = {
     "the launch is before the matmul, in a loop": f"for %i in 0..2 {{\n{LAUNCH}\nmatmul %x, %w -> %h\n}}",
     "a loop uses the product": f"matmul %x, %w -> %h\nfor %i in 0..2 {{\n{LAUNCH}\n}}",
     "an operand of the matmul is overwritten": f"copy %x -> %z\nmatmul %z, %w -> %h\nfill %z with 0.0\n{LAUNCH}",
-    "the streams fork between the matmul and the launch": f"matmul %x, %w -> %h\nfork ring\n{LAUNCH}\njoin ring",
+    "the streams fork between the matmul and the launch": f"matmul %x, %w -> %h\nfork loop\n{LAUNCH}\njoin loop",
     "a view of the product is used": "matmul %x, %w -> %h\n%v = reshape %h to [M, N]\nlaunch @add_y %v, %b -> %y",
     "the result is transposed": "%t = allocate {t}[N, M]\n%u = permute %t by [1, 0]\nmatmul %x, %w -> %h\nlaunch @add_y %h, %b -> %u",
     "the bias is not contiguous": "%c = select %w[1: 0]\nmatmul %x, %w -> %h\nlaunch @add_y %h, %c -> %y",
@@ -199,7 +199,7 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_programs_that_the_pass_does_not_change(name: str) -> None:
-    head = "(%x: {t}[M, N], %w: {t}[N, N], %b: {t}[N]) -> (%y: {t}[M, N], %z: {t}[M, N]) mesh() streams(ring[2])"
+    head = "(%x: {t}[M, N], %w: {t}[N, N], %b: {t}[N]) -> (%y: {t}[M, N], %z: {t}[M, N]) mesh() streams(loop[2])"
     before = host(ADD, "%h = allocate {t}[M, N]\n" + BODIES[name], head)
     assert str(fold_epilogues(before, Options())) == str(before)
 

@@ -61,7 +61,7 @@ kernel @turn_y(%h: f32[M, N], %t: f32[N, M]) {
 """
 
 
-def host(body: str, header: str = "(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])") -> HostProgram:
+def host(body: str, header: str = "(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(loop[2])") -> HostProgram:
     lines = "".join(f"  {line}\n" for line in body.strip().splitlines())
     used = [f"kernel {k}" for k in KERNELS.split("kernel ")[1:] if f"launch {k.split('(')[0]} " in body]
     return host_text.parse(f"{''.join(used)}host @f{header} {{\n{lines}}}\n")
@@ -83,7 +83,7 @@ kernel @negative_multiply_y(%x: f32[M, N]) {
   %h: f32[M, N] = negative(%x)
   %y: f32[M, N] = multiply(%h, %x)
 }
-host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
+host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(loop[2]) {
   launch @negative_multiply_y %x -> %y
 }
 """
@@ -107,7 +107,7 @@ kernel @fused_y(%x: f32[M, N]) {
   %m_column: f32[M, 1] = reshape(%m)
   %y: f32[M, N] = subtract(%h, %m_column)
 }
-host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
+host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(loop[2]) {
   launch @fused_y %x -> %y
 }
 """
@@ -137,9 +137,9 @@ def test_short_columns_are_reduced_and_used_by_one_kernel(rows: int, kernels: in
 def test_chunks_of_a_loop() -> None:
     before = host("""\
 %h = allocate f32[M, N]
-fork ring
+fork loop
 for %i in 0..M {
-  stream ring[%i] {
+  stream loop[%i] {
     %x_i = chunk %x[0: %i of M]
     %h_i = chunk %h[0: %i of M]
     %y_i = chunk %y[0: %i of M]
@@ -147,7 +147,7 @@ for %i in 0..M {
     launch @b %h_i -> %y_i
   }
 }
-join ring""")
+join loop""")
     kernels = "kernel @{}(%{}: f32[1, N]) {{\n  %{}: f32[1, N] = negative(%{})\n}}\n"
     before = host_text.parse(kernels.format("a", "x", "h", "x") + kernels.format("b", "h", "y", "h") + str(before))
     assert (
@@ -157,16 +157,16 @@ kernel @negative_negative_y(%x: f32[1, N]) {
   %h: f32[1, N] = negative(%x)
   %y: f32[1, N] = negative(%h)
 }
-host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2]) {
-  fork ring
+host @f(%x: f32[M, N], %r: f32[N]) -> (%y: f32[M, N]) mesh(x=2) streams(loop[2]) {
+  fork loop
   for %i in 0..M {
-    stream ring[%i] {
+    stream loop[%i] {
       %x_i = chunk %x[0: %i of M]
       %y_i = chunk %y[0: %i of M]
       launch @negative_negative_y %x_i -> %y_i
     }
   }
-  join ring
+  join loop
 }
 """
     )
@@ -327,11 +327,11 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 def test_kernels_are_fused_across_streams_that_write_other_buffers() -> None:
     text = fused(
         host(
-            "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
-            "stream ring[0] {\n  copy %x -> %k\n}\nlaunch @multiply_y %h, %x -> %y\njoin ring"
+            "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork loop\n"
+            "stream loop[0] {\n  copy %x -> %k\n}\nlaunch @multiply_y %h, %x -> %y\njoin loop"
         )
     )
-    assert "launch @negative_multiply_y %x -> %y\n  join ring" in text
+    assert "launch @negative_multiply_y %x -> %y\n  join loop" in text
 
 
 def test_kernels_are_fused_across_streams_of_an_earlier_loop() -> None:
@@ -340,10 +340,10 @@ def test_kernels_are_fused_across_streams_of_an_earlier_loop() -> None:
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
             "for %i in 0..2 {\n  %k_i = chunk %k[1: %i of 2]\n  %x_i = chunk %x[1: %i of 2]\n  copy %x_i -> %k_i\n}\n"
-            "launch @negative_h %k -> %h\nfork ring\nlaunch @multiply_y %h, %x -> %y\njoin ring"
+            "launch @negative_h %k -> %h\nfork loop\nlaunch @multiply_y %h, %x -> %y\njoin loop"
         )
     )
-    assert "launch @negative_multiply_y %k, %x -> %y\n  join ring" in text
+    assert "launch @negative_multiply_y %k, %x -> %y\n  join loop" in text
 
 
 # For each name: instructions, and the reason why a kernel ends.
@@ -353,18 +353,18 @@ ENDS = {
         "all_reduce uses %h",
     ),
     "forked, written": (
-        "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\ncopy %x -> %k\nlaunch @negative_h %k -> %h\nfork ring\n"
-        "launch @multiply_y %h, %x -> %y\nstream ring[0] {\n  copy %x -> %k\n}\njoin ring",
+        "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\ncopy %x -> %k\nlaunch @negative_h %k -> %h\nfork loop\n"
+        "launch @multiply_y %h, %x -> %y\nstream loop[0] {\n  copy %x -> %k\n}\njoin loop",
         "other streams continue before %h is used",
     ),
     "forked, written in the next iteration": (
         "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nfor %i in 0..2 {\n  copy %x -> %k\n  launch @negative_h %k -> %h\n"
-        "  fork ring\n  launch @multiply_y %h, %x -> %y\n  join ring\n}",
+        "  fork loop\n  launch @multiply_y %h, %x -> %y\n  join loop\n}",
         "other streams continue before %h is used",
     ),
     "forked, kept": (
-        "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
-        "launch @multiply_y %h, %x -> %y\nstream ring[0] {\n  copy %h -> %k\n}\njoin ring",
+        "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork loop\n"
+        "launch @multiply_y %h, %x -> %y\nstream loop[0] {\n  copy %h -> %k\n}\njoin loop",
         "other streams continue before %h is used",
     ),
     "used between": (
@@ -376,8 +376,8 @@ ENDS = {
         "%h is used before, in a loop",
     ),
     "loop": (
-        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
-        "stream ring[0] {\n  launch @multiply_y %h, %x -> %y\n}\njoin ring",
+        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork loop\n"
+        "stream loop[0] {\n  launch @multiply_y %h, %x -> %y\n}\njoin loop",
         "another loop uses %h",
     ),
     "overwritten": (

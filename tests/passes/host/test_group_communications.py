@@ -18,7 +18,7 @@ from hostweave.pipeline import lower
 from hostweave.transports.transport import find_transport
 
 HEADER = (
-    "(%a: f32[8@x, 2@y], %b: f32[8@x, 2@y]) -> (%p: f32[8@x, 2@y], %q: f32[8@x, 2@y], %r: f32[8@x, 2@y]) mesh(x=2, y=2) streams(ring[2])"
+    "(%a: f32[8@x, 2@y], %b: f32[8@x, 2@y]) -> (%p: f32[8@x, 2@y], %q: f32[8@x, 2@y], %r: f32[8@x, 2@y]) mesh(x=2, y=2) streams(loop[2])"
 )
 KERNEL = """\
 kernel @negative_n(%b: f32[4, 1]) {
@@ -110,7 +110,7 @@ def test_ops_between_two_communications_move_before_the_group() -> None:
         # The kernel overwrites data that is sent.
         "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @negative_n %b -> %p\nall_reduce sum %b -> %r on x",
         "%t = allocate f32[1]\nfill %t with 0.0\nall_reduce sum %a -> %p on x\nbarrier %t on x\nall_reduce sum %b -> %q on x",
-        "fork ring\nstream ring[0] {\n  all_reduce sum %a -> %p on x\n}\nstream ring[1] {\n  all_reduce sum %b -> %q on x\n}\njoin ring",
+        "fork loop\nstream loop[0] {\n  all_reduce sum %a -> %p on x\n}\nstream loop[1] {\n  all_reduce sum %b -> %q on x\n}\njoin loop",
         "if rank.x == 0 {\n  send %a to 1 on x\n} else {\n  recv %p from 0 on x\n}\n"
         "if rank.x == 0 {\n  send %b to 1 on x\n} else {\n  recv %q from 0 on x\n}",  # Sends and receives run on different ranks.
     ],

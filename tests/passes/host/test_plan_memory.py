@@ -115,35 +115,35 @@ if M % 2 == 0 {
         """
 %a = allocate f32[M, N]
 %b = allocate f32[M, N]
-fork ring
-stream ring[0] {
+fork loop
+stream loop[0] {
   copy %x -> %a
   launch @add %a, %a -> %y
 }
-join ring
-fork ring
-stream ring[1] {
+join loop
+fork loop
+stream loop[1] {
   launch @negative %x -> %b
   launch @add %b, %y -> %y
 }
-join ring
+join loop
 """,
         """
 %a = allocate f32[M, N]
-fork ring
-stream ring[0] {
+fork loop
+stream loop[0] {
   copy %x -> %a
   launch @add %a, %a -> %y
 }
-join ring
+join loop
 deallocate %a
 %b = allocate f32[M, N]
-fork ring
-stream ring[1] {
+fork loop
+stream loop[1] {
   launch @negative %x -> %b
   launch @add %b, %y -> %y
 }
-join ring
+join loop
 """,
     ),
     "a buffer is freed after an event of another stream": (
@@ -224,10 +224,10 @@ join comm
         ONE,
         """
 %a = allocate f32[M, N]
-fork ring
+fork loop
 for %i in 0..4 {
   %p = (rank.x + %i) % 4
-  stream ring[%i] {
+  stream loop[%i] {
     %x_i = chunk %x[0: %i of 4]
     %a_i = chunk %a[0: %p of 4]
     copy %x_i -> %a_i
@@ -236,13 +236,13 @@ for %i in 0..4 {
     copy %a_r -> %y_i
   }
 }
-join ring
+join loop
 """,
         """
-fork ring
+fork loop
 for %i in 0..4 {
   %p = (rank.x + %i) % 4
-  stream ring[%i] {
+  stream loop[%i] {
     %x_i = chunk %x[0: %i of 4]
     %a = allocate f32[M/4, N]
     copy %x_i -> %a
@@ -251,18 +251,18 @@ for %i in 0..4 {
     copy %a_r -> %y_i
   }
 }
-join ring
+join loop
 """,
     ),
     "each iteration frees a chunk after its last use": (
-        SQUARE.replace("mesh(x=2)", "mesh(x=2) streams(ring[2])"),
+        SQUARE.replace("mesh(x=2)", "mesh(x=2) streams(loop[2])"),
         """
 %a = allocate f32[M, M]
 %b = allocate f32[M, M]
 %c = allocate f32[M, M]
-fork ring
+fork loop
 for %i in 0..M {
-  stream ring[%i] {
+  stream loop[%i] {
     %x_i = chunk %x[0: %i of M]
     %a_i = chunk %a[0: %i of M]
     matmul %x_i, %w -> %a_i
@@ -274,12 +274,12 @@ for %i in 0..M {
     matmul %c_i, %w -> %y_i
   }
 }
-join ring
+join loop
 """,
         """
-fork ring
+fork loop
 for %i in 0..M {
-  stream ring[%i] {
+  stream loop[%i] {
     %x_i = chunk %x[0: %i of M]
     %a = allocate f32[1, M]
     matmul %x_i, %w -> %a
@@ -292,7 +292,7 @@ for %i in 0..M {
     matmul %c, %w -> %y_i
   }
 }
-join ring
+join loop
 """,
     ),
     # --- in place
@@ -343,13 +343,13 @@ matmul %x, %w -> %a
 # In each case, the name states why memory is not shared. The body does not change.
 APART = {
     "as many streams as chunks": (
-        ONE.replace("ring[2]", "ring[4]"),
+        ONE.replace("loop[2]", "loop[4]"),
         """
 %a = allocate f32[M, N]
-fork ring
+fork loop
 for %j in 0..5 {
   if %j < 4 {
-    stream ring[%j] {
+    stream loop[%j] {
       %x_j = chunk %x[0: %j of 4]
       %a_j = chunk %a[0: %j of 4]
       copy %x_j -> %a_j
@@ -357,24 +357,24 @@ for %j in 0..5 {
   }
   if %j > 0 {
     %i = %j - 1
-    stream ring[%i] {
+    stream loop[%i] {
       %a_i = chunk %a[0: %i of 4]
       %y_i = chunk %y[0: %i of 4]
       copy %a_i -> %y_i
     }
   }
 }
-join ring
+join loop
 """,
     ),
     "a chunk of another iteration": (
         ONE,
         """
 %a = allocate f32[M, N]
-fork ring
+fork loop
 for %j in 0..5 {
   if %j < 4 {
-    stream ring[%j] {
+    stream loop[%j] {
       %x_j = chunk %x[0: %j of 4]
       %a_j = chunk %a[0: %j of 4]
       copy %x_j -> %a_j
@@ -382,14 +382,14 @@ for %j in 0..5 {
   }
   if %j > 0 {
     %i = %j - 1
-    stream ring[%i] {
+    stream loop[%i] {
       %a_i = chunk %a[0: (%i + 2) % 4 of 4]
       %y_i = chunk %y[0: %i of 4]
       copy %a_i -> %y_i
     }
   }
 }
-join ring
+join loop
 """,
     ),
     "the kernel reads other elements": (SQUARE, "%a = allocate f32[M, M]\nmatmul %x, %w -> %a\nlaunch @turn %a -> %y"),
@@ -411,12 +411,12 @@ join ring
         "matmul %x, %w -> %y\n%a = allocate f32[M, M]\nmatmul %y, %w -> %a\nall_reduce sum %a -> %y on x",
     ),
     "a chunk that two iterations use": (
-        "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh() streams(ring[2])",
+        "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh() streams(loop[2])",
         """
 %a = allocate f32[M, N]
-fork ring
+fork loop
 for %i in 0..4 {
-  stream ring[%i] {
+  stream loop[%i] {
     %x_i = chunk %x[0: %i of 4]
     %a_i = chunk %a[0: %i / 2 of 4]
     copy %x_i -> %a_i
@@ -424,7 +424,7 @@ for %i in 0..4 {
     copy %a_i -> %y_i
   }
 }
-join ring
+join loop
 """,
     ),
 }

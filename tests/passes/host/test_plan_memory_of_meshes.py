@@ -7,7 +7,7 @@ from planned_memory import ONE, expect_plan
 
 A, B = "on mesh(x=2 of ranks 0, 1)", "on mesh(x=2 of ranks 2, 3)"
 SQUARE_STAGES = f"(%x: f32[M, M] {A}) -> (%y: f32[M, M] {B}) mesh(x=4)"
-STAGES = f"(%x: f32[M, N] {A}) -> (%y: f32[M, N] {B}) mesh(x=4) streams(ring[2])"
+STAGES = f"(%x: f32[M, N] {A}) -> (%y: f32[M, N] {B}) mesh(x=4) streams(loop[2])"
 CASES = {
     "memory of each mesh is planned separately": (
         SQUARE_STAGES,
@@ -104,9 +104,9 @@ group {{
 {B} {{
   %d = allocate f32[M, N]
 }}
-fork ring
+fork loop
 for %i in 0..4 {{
-  stream ring[%i] {{
+  stream loop[%i] {{
     {A} {{
       %x_i = chunk %x[0: %i of 4]
       %a_i = chunk %a[0: %i of 4]
@@ -121,12 +121,12 @@ for %i in 0..4 {{
     }}
   }}
 }}
-join ring
+join loop
 """,
         f"""
-fork ring
+fork loop
 for %i in 0..4 {{
-  stream ring[%i] {{
+  stream loop[%i] {{
     {A} {{
       %x_i = chunk %x[0: %i of 4]
       %a = allocate f32[M/4, N]
@@ -140,7 +140,7 @@ for %i in 0..4 {{
     }}
   }}
 }}
-join ring
+join loop
 """,
     ),
     "a join on one mesh does not apply to another mesh": (
@@ -150,26 +150,26 @@ join ring
   %a = allocate f32[M, N]
   %b = allocate f32[M, N]
 }}
-fork ring
-stream ring[0] {{
+fork loop
+stream loop[0] {{
   {A} {{
     launch @softmax %x -> %a
     launch @softmax %a -> %a
     send %a to rank + 2 on x
   }}
 }}
-stream ring[1] {{
+stream loop[1] {{
   {B} {{
     recv %y from rank - 2 on x
   }}
 }}
 {B} {{
-  join ring
+  join loop
 }}
 {A} {{
   launch @softmax %x -> %b
 }}
-join ring
+join loop
 {A} {{
   launch @softmax %b -> %b
 }}
@@ -178,27 +178,27 @@ join ring
 {A} {{
   %a = allocate f32[M, N]
 }}
-fork ring
-stream ring[0] {{
+fork loop
+stream loop[0] {{
   {A} {{
     launch @softmax %x -> %a
     launch @softmax %a -> %a
     send %a to rank + 2 on x
   }}
 }}
-stream ring[1] {{
+stream loop[1] {{
   {B} {{
     recv %y from rank - 2 on x
   }}
 }}
 {B} {{
-  join ring
+  join loop
 }}
 {A} {{
   %b = allocate f32[M, N]
   launch @softmax %x -> %b
 }}
-join ring
+join loop
 {A} {{
   launch @softmax %b -> %b
 }}
@@ -208,10 +208,10 @@ join ring
         ONE,
         """
 %a = allocate f32[M, N]
-fork ring
+fork loop
 for %j in 0..5 {
   if %j < 4 {
-    stream ring[%j] {
+    stream loop[%j] {
       %x_j = chunk %x[0: %j of 4]
       %a_j = chunk %a[0: %j of 4]
       copy %x_j -> %a_j
@@ -219,21 +219,21 @@ for %j in 0..5 {
   }
   if %j > 0 {
     %i = %j - 1
-    stream ring[%i] {
+    stream loop[%i] {
       %a_i = chunk %a[0: %i of 4]
       %y_i = chunk %y[0: %i of 4]
       copy %a_i -> %y_i
     }
   }
 }
-join ring
+join loop
 """,
         """
 %a = allocate f32[2, M/4, N]
-fork ring
+fork loop
 for %j in 0..5 {
   if %j < 4 {
-    stream ring[%j] {
+    stream loop[%j] {
       %x_j = chunk %x[0: %j of 4]
       %a_j = select %a[0: %j % 2]
       copy %x_j -> %a_j
@@ -241,14 +241,14 @@ for %j in 0..5 {
   }
   if %j > 0 {
     %i = %j - 1
-    stream ring[%i] {
+    stream loop[%i] {
       %a_i = select %a[0: %i % 2]
       %y_i = chunk %y[0: %i of 4]
       copy %a_i -> %y_i
     }
   }
 }
-join ring
+join loop
 """,
     ),
 }

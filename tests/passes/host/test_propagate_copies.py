@@ -91,20 +91,20 @@ kernel @negative_b(%a: f32[4, 4]) {{
 kernel @sum_z(%l: f32[3, 4, 4]) {{
   %z: f32[4, 4] = sum(%l, axis=(0,))
 }}
-host @f(%x: f32[12@x, 4]) -> (%y: f32[3, 4, 4], %z: f32[4, 4]) mesh(x=3) channels(x: x two_sided) streams(ring[2]) events(done[1]) {{
+host @f(%x: f32[12@x, 4]) -> (%y: f32[3, 4, 4], %z: f32[4, 4]) mesh(x=3) channels(x: x two_sided) streams(loop[2]) events(done[1]) {{
   %l = allocate f32[3, 4, 4]
   fill %l with 0.0
   fill %y with 0.0
   record done[0]
-  fork ring
+  fork loop
   for %i in 0..3 {{
     %p = (rank.x + %i) % 3
-    stream ring[%i] {{
+    stream loop[%i] {{
       %y_i = select %y[0: %p]
 {step}
     }}
   }}
-  join ring
+  join loop
   launch @sum_z %l -> %z
 }}
 """)
@@ -138,20 +138,20 @@ def test_a_copy_stays(case: str) -> None:
 def test_a_choice_accesses_only_the_selected_buffer() -> None:
     """A `choose` accesses only the selected buffer. A concurrent write to the other buffer is no race."""
     text = """\
-host @f(%x: f32[4]) -> (%y: f32[4], %z: f32[4]) mesh(x=2) streams(ring[2]) {{
-  fork ring
-  stream ring[0] {{
+host @f(%x: f32[4]) -> (%y: f32[4], %z: f32[4]) mesh(x=2) streams(loop[2]) {{
+  fork loop
+  stream loop[0] {{
     %c = choose %y if rank.x == 1 else %z
     copy %x -> %c
   }}
-  stream ring[1] {{
+  stream loop[1] {{
     if rank.x == {} {{
       fill %y with 0.0
     }} else {{
       fill %z with 0.0
     }}
   }}
-  join ring
+  join loop
 }}
 """
     check(HostProgram.parse(text.format(0)))

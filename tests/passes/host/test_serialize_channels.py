@@ -24,7 +24,7 @@ from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.software_pipeline import software_pipeline
 from hostweave.pipeline import lower
 
-HEADER = "(%x: f32[4@dp, N], %v: f32[4@tp, N]) -> (%y: f32[4@dp, N], %z: f32[4@tp, N]) mesh(dp=2, tp=2) streams(ring[2])"
+HEADER = "(%x: f32[4@dp, N], %v: f32[4@tp, N]) -> (%y: f32[4@dp, N], %z: f32[4@tp, N]) mesh(dp=2, tp=2) streams(loop[2])"
 
 
 def host(body: str, header: str = HEADER) -> HostProgram:
@@ -53,9 +53,9 @@ def unordered(program: HostProgram) -> str:
 
 
 LOOP = """\
-  fork ring
+  fork loop
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       %x_i = chunk %x[0: %i of 2]
       %y_i = chunk %y[0: %i of 2]
       all_reduce sum %x_i -> %y_i on tp
@@ -64,21 +64,21 @@ LOOP = """\
       all_reduce sum %v_i -> %z_i on dp
     }
   }
-  join ring"""
+  join loop"""
 
 
 def test_a_loop() -> None:
     assert unordered(host(LOOP)) == (
-        "text:7: rank 0, ring[1], %i = 1: all_reduce sum %x_i -> %y_i on tp and rank 0, ring[0], %i = 0: all_reduce sum %v_i -> %z_i on dp "
+        "text:7: rank 0, loop[1], %i = 1: all_reduce sum %x_i -> %y_i on tp and rank 0, loop[0], %i = 0: all_reduce sum %v_i -> %z_i on dp "
         "are over different channels, and nothing orders them on the rank: they can deadlock; add record/wait or put both on one stream"
     )
     assert (
         ordered(host(LOOP))
         == """\
-  fork ring
+  fork loop
   record channels_idle[0]
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       %x_i = chunk %x[0: %i of 2]
       %y_i = chunk %y[0: %i of 2]
       wait channels_idle[0]
@@ -89,7 +89,7 @@ def test_a_loop() -> None:
       record channels_idle[0]
     }
   }
-  join ring
+  join loop
 """
     )
 
@@ -99,18 +99,18 @@ def test_a_group_of_two_channels(is_first: bool) -> None:
     """An earlier communication is on tp. The error names the communication of the group that is not on tp."""
     parts = ["all_reduce sum %x -> %y on tp", "all_reduce sum %v -> %z on dp"]
     group = "\n".join(parts if is_first else reversed(parts))
-    body = f"fork ring\nstream ring[0] {{\nall_reduce sum %u -> %w on tp\n}}\ngroup {{\n{group}\n}}\njoin ring"
+    body = f"fork loop\nstream loop[0] {{\nall_reduce sum %u -> %w on tp\n}}\ngroup {{\n{group}\n}}\njoin loop"
     header = HEADER.replace("%x", "%u: f32[8], %x").replace("%y", "%w: f32[8], %y")
-    assert "all_reduce sum %v -> %z on dp and rank 0, ring[0]: all_reduce sum %u -> %w on tp are over different" in unordered(
+    assert "all_reduce sum %v -> %z on dp and rank 0, loop[0]: all_reduce sum %u -> %w on tp are over different" in unordered(
         host(body, header)
     )
 
 
 def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
     body = """\
-  fork ring
+  fork loop
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       %x_i = chunk %x[0: %i of 2]
       %y_i = chunk %y[0: %i of 2]
       if %i == 0 {
@@ -124,18 +124,18 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
     }
   }
   all_reduce sum %v -> %z on tp
-  join ring"""
+  join loop"""
     assert unordered(host(body)) == (
-        "text:17: rank 0, the caller's stream: all_reduce sum %v -> %z on tp and rank 0, ring[1], %i = 1: recv %y_i from 1 - rank.dp on dp "
-        "are over different channels, and nothing orders them on the rank: they can deadlock; add join ring between them"
+        "text:17: rank 0, the caller's stream: all_reduce sum %v -> %z on tp and rank 0, loop[1], %i = 1: recv %y_i from 1 - rank.dp on dp "
+        "are over different channels, and nothing orders them on the rank: they can deadlock; add join loop between them"
     )
     assert (
         ordered(host(body))
         == """\
-  fork ring
+  fork loop
   record channels_idle[0]
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       %x_i = chunk %x[0: %i of 2]
       %y_i = chunk %y[0: %i of 2]
       if %i == 0 {
@@ -152,7 +152,7 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
   }
   wait channels_idle[0]
   all_reduce sum %v -> %z on tp
-  join ring
+  join loop
 """
     )
 
@@ -166,7 +166,7 @@ def test_only_unordered_communications_are_ordered() -> None:
 """
     program = host(before + LOOP.replace("%x_i = chunk %x", "%x_i = chunk %t"))
     text = ordered(program)
-    assert text.startswith(before + "  fork ring\n  record channels_idle[0]\n")
+    assert text.startswith(before + "  fork loop\n  record channels_idle[0]\n")
     assert (text.count("wait channels_idle"), text.count("record channels_idle")) == (1, 2)
 
 
@@ -175,14 +175,14 @@ def test_only_unordered_communications_are_ordered() -> None:
     [
         host(LOOP.replace("dp", "tp"), HEADER.replace("4@dp", "4@tp")),  # There is only one channel.
         host(LOOP, HEADER.replace("tp=2", "tp=1")),  # One of the channels has a single rank.
-        host(LOOP, HEADER.replace("ring[2]", "ring[1]")),  # There is only one stream.
-        host(LOOP.replace("ring[%i]", "ring[%i / 2]")),
+        host(LOOP, HEADER.replace("loop[2]", "loop[1]")),  # There is only one stream.
+        host(LOOP.replace("loop[%i]", "loop[%i / 2]")),
         host("all_reduce sum %x -> %y on tp\nall_reduce sum %v -> %z on dp"),
-        host("fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring\nall_reduce sum %v -> %z on dp"),
-        host("all_reduce sum %v -> %z on dp\nfork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\n}\njoin ring"),
+        host("fork loop\nstream loop[0] {\nall_reduce sum %x -> %y on tp\n}\njoin loop\nall_reduce sum %v -> %z on dp"),
+        host("all_reduce sum %v -> %z on dp\nfork loop\nstream loop[0] {\nall_reduce sum %x -> %y on tp\n}\njoin loop"),
         host(  # An event of the program already orders the communications.
-            "fork ring\nstream ring[0] {\nall_reduce sum %x -> %y on tp\nrecord done[0]\n}\n"
-            "stream ring[1] {\nwait done[0]\nall_reduce sum %v -> %z on dp\n}\njoin ring",
+            "fork loop\nstream loop[0] {\nall_reduce sum %x -> %y on tp\nrecord done[0]\n}\n"
+            "stream loop[1] {\nwait done[0]\nall_reduce sum %v -> %z on dp\n}\njoin loop",
             HEADER + " events(done[1])",
         ),
     ],
@@ -199,25 +199,25 @@ def test_names_that_are_already_used() -> None:
 
 def test_a_communication_only_in_the_branch_for_uneven_sizes() -> None:
     body = """\
-  fork ring
-  stream ring[0] {
+  fork loop
+  stream loop[0] {
     if M % 2 == 0 {
       copy %x -> %y
     } else {
       all_reduce sum %x -> %y on tp
     }
   }
-  stream ring[1] {
+  stream loop[1] {
     all_reduce sum %v -> %z on dp
   }
-  join ring"""
+  join loop"""
     header = HEADER.replace("4@dp", "M@dp") + " uneven(M)"
     assert (
         ordered(host(body, header))
         == """\
-  fork ring
+  fork loop
   record channels_idle[0]
-  stream ring[0] {
+  stream loop[0] {
     if M % 2 == 0 {
       copy %x -> %y
     } else {
@@ -226,38 +226,38 @@ def test_a_communication_only_in_the_branch_for_uneven_sizes() -> None:
       record channels_idle[0]
     }
   }
-  stream ring[1] {
+  stream loop[1] {
     wait channels_idle[0]
     all_reduce sum %v -> %z on dp
   }
-  join ring
+  join loop
 """
     )
 
 
 def test_no_wait_before_the_first_and_no_record_after_the_last_communication() -> None:
     body = """\
-  fork ring
-  stream ring[0] {
+  fork loop
+  stream loop[0] {
     all_reduce sum %x -> %y on tp
   }
-  stream ring[1] {
+  stream loop[1] {
     all_reduce sum %v -> %z on dp
   }
-  join ring"""
+  join loop"""
     assert (
         ordered(host(body))
         == """\
-  fork ring
-  stream ring[0] {
+  fork loop
+  stream loop[0] {
     all_reduce sum %x -> %y on tp
     record channels_idle[0]
   }
-  stream ring[1] {
+  stream loop[1] {
     wait channels_idle[0]
     all_reduce sum %v -> %z on dp
   }
-  join ring
+  join loop
 """
     )
 
@@ -273,10 +273,10 @@ def test_nested_loops() -> None:
 STEPS = """\
   %g = allocate f32[2, 2, N]
   %h = allocate f32[2, 2, N]
-  fork ring
+  fork loop
   for %i in 0..2 {
     %p = (rank.dp + %i) % 2
-    stream ring[%i] {
+    stream loop[%i] {
       %x_i = chunk %x[0: %p of 2]
       %g_i = select %g[0: %p]
       all_gather %x_i -> %g_i on dp
@@ -286,8 +286,8 @@ STEPS = """\
       all_reduce sum %h_i -> %y_i on tp
     }
   }
-  join ring"""
-STEPS_HEADER = "(%x: f32[4@dp, N]) -> (%y: f32[2, 2, N]) mesh(dp=2, tp=2) streams(ring[2])"
+  join loop"""
+STEPS_HEADER = "(%x: f32[4@dp, N]) -> (%y: f32[2, 2, N]) mesh(dp=2, tp=2) streams(loop[2])"
 NEG = "kernel @negative_h(%a: f32[2, N]) {\n  %b: f32[2, N] = negative(%a)\n}\n"
 
 
@@ -302,10 +302,10 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
     assert HostProgram.parse(str(result)) == result
     assert serialize_channels(result, Options()) is result
     assert (
-        str(result).partition("fork ring\n")[2]
+        str(result).partition("fork loop\n")[2]
         == """\
   %p_first = rank.dp % 2
-  stream ring[0] {
+  stream loop[0] {
     %x_first = chunk %x[0: %p_first of 2]
     %g_first = select %g[0: %p_first]
     all_gather %x_first -> %g_first on dp
@@ -314,7 +314,7 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
   for %i in 0..2 {
     if %i < 1 {
       %p_next = (rank.dp + (%i + 1)) % 2
-      stream ring[%i + 1] {
+      stream loop[%i + 1] {
         %x_next = chunk %x[0: %p_next of 2]
         %g_next = select %g[0: %p_next]
         wait channels_idle[0]
@@ -323,7 +323,7 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
       }
     }
     %p = (rank.dp + %i) % 2
-    stream ring[%i] {
+    stream loop[%i] {
       %g_i = select %g[0: %p]
       %h_i = select %h[0: %p]
       launch @negative_h %g_i -> %h_i
@@ -333,7 +333,7 @@ def test_the_first_communication_of_an_iteration_is_issued_early() -> None:
       record channels_idle[0]
     }
   }
-  join ring
+  join loop
 }
 """
     )
@@ -363,7 +363,7 @@ def test_the_first_communication_does_not_wait_for_computation() -> None:
     ("body", "header"),
     [
         (STEPS.replace("launch @negative_h", "copy"), STEPS_HEADER),  # No computation is between the communications.
-        (STEPS.replace("ring[%i]", "ring[%i + 1]"), STEPS_HEADER),
+        (STEPS.replace("loop[%i]", "loop[%i + 1]"), STEPS_HEADER),
         (STEPS.replace("      launch", "      record done[%i]\n      wait done[%i]\n      launch"), STEPS_HEADER + " events(done[2])"),
         (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # The number of iterations is unknown.
         (STEPS.replace("      launch", "      %t = allocate f32[2, N]\n      launch").replace("%g_i -> %h_i", "%g_i -> %t"), STEPS_HEADER),
@@ -380,7 +380,7 @@ TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i 
 
 def test_a_channel_keeps_its_order() -> None:
     """An iteration has two collectives on one channel. The order of these two collectives must not change."""
-    assert "stream ring[0]" not in str(in_turn(steps(TWICE)))  # Nothing is issued before the loop.
+    assert "stream loop[0]" not in str(in_turn(steps(TWICE)))  # Nothing is issued before the loop.
 
 
 PING_PONG = """\
@@ -392,9 +392,9 @@ PING_PONG = """\
   on mesh(x=2 of ranks 2, 3) {
     %back = allocate f32[4, N]
   }
-  fork ring
+  fork loop
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       on mesh(x=2 of ranks 0, 1) {
         %g_i = chunk %g[0: %i of 2]
         recv %g_i from rank + 2 on x
@@ -414,15 +414,15 @@ PING_PONG = """\
       }
     }
   }
-  join ring"""
-PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N] on mesh(x=2 of ranks 2, 3)) mesh(x=4) streams(ring[2])"
+  join loop"""
+PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N] on mesh(x=2 of ranks 2, 3)) mesh(x=4) streams(loop[2])"
 
 
 def test_ranks_that_depend_on_each_other_keep_program_order() -> None:
     """A rank computes an answer from received data. The peer sends more data only after it receives the answer. So the next recv cannot
     precede the send of the answer."""
     result = in_turn(steps(PING_PONG, PING_PONG_HEADER))
-    assert "stream ring[0]" not in str(result)  # Nothing is issued before the loop.
+    assert "stream loop[0]" not in str(result)  # Nothing is issued before the loop.
     assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}
     check(result)
 

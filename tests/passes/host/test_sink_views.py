@@ -32,7 +32,7 @@ CASES = {
   %a = slice %x[1: 1 from 0]
   %b = slice %z[1: 1 from 0]
   %c = slice %z[1: 1 from 1]
-  stream ring[0] {
+  stream loop[0] {
     if rank.r == 0 {
       copy %a -> %b
     } else {
@@ -41,7 +41,7 @@ CASES = {
   }
 """,
         """\
-  stream ring[0] {
+  stream loop[0] {
     %a = slice %x[1: 1 from 0]
     if rank.r == 0 {
       %b = slice %z[1: 1 from 0]
@@ -58,9 +58,9 @@ CASES = {
   %a = slice %x[1: 1 from 0]
   %b = slice %z[1: 1 from 0]
   fill %y with 1.0
-  fork ring
+  fork loop
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       group {
         send %a to (rank.r + 1) % 2 on r
         recv %b from (rank.r + 1) % 2 on r
@@ -72,9 +72,9 @@ CASES = {
   fill %y with 1.0
   %a = slice %x[1: 1 from 0]
   %b = slice %z[1: 1 from 0]
-  fork ring
+  fork loop
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       group {
         send %a to (rank.r + 1) % 2 on r
         recv %b from (rank.r + 1) % 2 on r
@@ -85,17 +85,17 @@ CASES = {
     ),
     "equal views of two stream blocks become one, and a view that is the same in all iterations leaves the loop": (
         """\
-  fork ring
+  fork loop
   for %i in 0..2 {
     if %i == 1 {
-      stream ring[0] {
+      stream loop[0] {
         %a = slice %x[1: 1 from %i]
         %b = slice %a[1: 1 from 0]
         %c = slice %z[1: 1 from 0]
         copy %b -> %c
       }
     }
-    stream ring[%i] {
+    stream loop[%i] {
       %d = slice %x[1: 1 from %i]
       %e = slice %d[1: 1 from 0]
       %f = slice %h[1: 1 from 0]
@@ -105,17 +105,17 @@ CASES = {
 """,
         """\
   %f = slice %h[1: 1 from 0]
-  fork ring
+  fork loop
   for %i in 0..2 {
     %a = slice %x[1: 1 from %i]
     %b = slice %a[1: 1 from 0]
     if %i == 1 {
-      stream ring[0] {
+      stream loop[0] {
         %c = slice %z[1: 1 from 0]
         copy %b -> %c
       }
     }
-    stream ring[%i] {
+    stream loop[%i] {
       copy %b -> %f
     }
   }
@@ -170,7 +170,7 @@ CASES = {
 def test_sink_views(case: str) -> None:
     before, after = (
         HostProgram.parse(
-            f"host @f(%x: f32[1, 2]) -> (%y: f32[1, 2], %z: f32[1, 2], %h: f32[1, 2]) mesh(r=2) streams(ring[2]) {{\n{body}}}\n"
+            f"host @f(%x: f32[1, 2]) -> (%y: f32[1, 2], %z: f32[1, 2], %h: f32[1, 2]) mesh(r=2) streams(loop[2]) {{\n{body}}}\n"
         )
         for body in CASES[case]
     )

@@ -20,12 +20,12 @@ def test_a_stage_receives_the_next_rows_before_it_computes() -> None:
     assert [type(i) for i in first] == [ir.For]
     assert communications(*first) == ["AllReduce", "Send"]
     ahead, of_second = second
-    assert str(ahead).splitlines()[0] == "stream ring[0] {"
+    assert str(ahead).splitlines()[0] == "stream loop[0] {"
     assert communications(ahead) == ["Recv"]
     assert isinstance(of_second, ir.For)
     assert of_second.count == loop.count
     following, rest = of_second.body
-    assert str(following).splitlines()[:2] == ["if %i < 3 {", "  stream ring[%i + 1] {"]
+    assert str(following).splitlines()[:2] == ["if %i < 3 {", "  stream loop[%i + 1] {"]
     assert communications(following) == ["Recv"]
     assert communications(rest) == ["AllReduce"]
 

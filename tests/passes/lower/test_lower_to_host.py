@@ -145,10 +145,10 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
         """\
   %x_gathered = allocate f32[M, 8]
   %h = allocate f32[M, 8]
-  fork ring
+  fork loop
   for %i in 0..2 {
     %p = (rank.x + %i) % 2
-    stream ring[%i] {
+    stream loop[%i] {
       %x_gathered_i = chunk %x_gathered[0: %p of 2]
       if %p == rank.x {
         copy %x -> %x_gathered_i
@@ -162,17 +162,17 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
       launch @negative_h %x_gathered_i -> %h_i
     }
   }
-  join ring
+  join loop
   %v_2 = reshape %h to [M, 8, 1]
-  fork ring
+  fork loop
   for %i in 0..2 {
-    stream ring[%i] {
+    stream loop[%i] {
       %h_i_2 = chunk %h[0: %i of 2]
       %y_i = chunk %y[0: %i of 2]
       launch @exp_y %h_i_2 -> %y_i
     }
   }
-  join ring
+  join loop
   copy %v_2 -> %v
 """,
     ),

@@ -268,16 +268,16 @@ def test_equal_shards_are_sent_from_rank_to_rank() -> None:
 
 def test_passes_look_into_on_bodies() -> None:
     host = host_text.parse(
-        f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_A}, %z: f32[4, N] {ON_A}) mesh(x=4) streams(ring[2]) {{
+        f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_A}, %z: f32[4, N] {ON_A}) mesh(x=4) streams(loop[2]) {{
           {ON_A} {{
             all_reduce sum %x -> %y on x
             all_reduce max %x -> %z on x
             %b = allocate f32[4, N]
-            fork ring
-            stream ring[0] {{
+            fork loop
+            stream loop[0] {{
               copy %x -> %b
             }}
-            join ring
+            join loop
             %c = allocate f32[4, N]
             copy %x -> %c
             copy %b -> %c
@@ -293,16 +293,16 @@ def test_passes_look_into_on_bodies() -> None:
 
 def test_channels_of_different_meshes_are_ordered_separately() -> None:
     host = host_text.parse(
-        f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_B}) mesh(x=4) streams(ring[2]) {{
+        f"""host @f(%x: f32[4, N] {ON_A}) -> (%y: f32[4, N] {ON_B}) mesh(x=4) streams(loop[2]) {{
           {ON_A} {{
             %s = allocate f32[4, N]
           }}
           {ON_B} {{
             %t = allocate f32[4, N]
           }}
-          fork ring
+          fork loop
           for %i in 0..4 {{
-            stream ring[%i] {{
+            stream loop[%i] {{
               {ON_A} {{
                 %x_i = chunk %x[0: %i of 4]
                 %s_i = chunk %s[0: %i of 4]
@@ -317,7 +317,7 @@ def test_channels_of_different_meshes_are_ordered_separately() -> None:
               }}
             }}
           }}
-          join ring
+          join loop
         }}"""
     )
     loop = next(i for i in serialize_channels(host, Options()).body if isinstance(i, ir.For))

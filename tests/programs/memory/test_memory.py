@@ -113,8 +113,8 @@ SHARED = """\
 kernel @double(%a: f32[M, N]) {
   %b: f32[M, N] = add(%a, %a)
 }
-host @shared(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh(x=1) streams(ring[2], comm[1]) events(ready[2], used[2]) {
-  fork ring
+host @shared(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh(x=1) streams(loop[2], comm[1]) events(ready[2], used[2]) {
+  fork loop
   fork comm
   %a = allocate f32[M, N]
   launch @double %x -> %a
@@ -129,11 +129,11 @@ host @shared(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh(x=1) streams(
   %b = allocate f32[M, N]
   launch @double %x -> %b
   record ready[1]
-  stream ring[1] {
+  stream loop[1] {
     wait ready[1]
     launch @double %b -> %z
   }
-  join ring
+  join loop
   join comm
 }
 """

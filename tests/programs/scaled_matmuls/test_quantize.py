@@ -167,4 +167,4 @@ def test_gathers_do_not_split_the_kernel() -> None:
     assert "  group {\n    all_gather %a -> %a_gathered along 0 on x\n    all_gather %s -> %s_gathered along 0 on x\n  }" in str(grouped)
     looped = lower(layer, Options(sizes={"M": 32768}))
     assert len(looped.kernels) == 1
-    assert str(looped).count("fork ring") == 1
+    assert str(looped).count("fork loop") == 1

@@ -199,7 +199,7 @@ def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
     """Matmuls are pipelined with the gathers of their rows and of the scales of the rows."""
     fusion = loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm))
     host = lower(fusion, Options())
-    assert str(host).count("fork ring") == (len(LOOPED) if pieces else 1)  # The loops with all_gather are merged.
+    assert str(host).count("fork loop") == (len(LOOPED) if pieces else 1)  # The loops with all_gather are merged.
     outside = [i for i in host.body if isinstance(i, ir.Communication)]
     assert not [i for i in outside if not isinstance(i, ir.OneSided)]
     run_loops(fusion, 1)

@@ -10,16 +10,16 @@ from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime.cpu import seeded
 
-PROGRAM = """host @steps(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(ring[3]) {{
-  fork ring
+PROGRAM = """host @steps(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) streams(loop[3]) {{
+  fork loop
   for %i in 0..3 {{
-    stream ring[{index}] {{
+    stream loop[{index}] {{
       %t = allocate f32[M]
       copy %x -> %t
       copy %t -> %y
     }}
   }}
-  join ring
+  join loop
 }}
 """
 

@@ -146,7 +146,7 @@ def test_a_rank_that_is_killed_in_a_loop(tmp_path: Path) -> None:
         assert re.search(
             rf"  ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which does not answer; done up to ", of_rank(report, 1)
         )
-        assert re.search(rf"  caller: ring_\.join\(caller\) {AT} waits for ring\[\d\]; done up to ", of_rank(report, 1))
+        assert re.search(rf"  caller: loop_\.join\(caller\) {AT} waits for ring\[\d\]; done up to ", of_rank(report, 1))
 
 
 @pytest.mark.parametrize("transport", ["peer", "one_sided"])
@@ -162,7 +162,7 @@ def test_a_signal_that_is_lost(transport: str, tmp_path: Path) -> None:
     )
     assert re.search(waits, of_rank(report, 0)), report
     assert re.search(
-        rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\], for the event of ",
+        rf"loop\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for peer_copies\[0\], for the event of ",
         of_rank(report, 0),
     )
     assert of_rank(report, 2) == "  rank 2: ag_matmul: 2 calls, 2 done"
@@ -201,7 +201,7 @@ def test_ctrl_c_of_all_ranks_in_a_process(tmp_path: Path, capfd: pytest.CaptureF
         signal.signal(signal.SIGINT, before)
     report = capfd.readouterr().err
     assert "hostweave: ag_matmul: KeyboardInterrupt" in report
-    assert re.search(rf"ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2; done up to ", of_rank(report, 0)), report
+    assert re.search(rf"loop\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2; done up to ", of_rank(report, 0)), report
     assert "  host: enqueued up to " in of_rank(report, 2)
     np.testing.assert_array_equal(AG_MATMUL.run(X, W), X @ W)
 
@@ -227,7 +227,7 @@ def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
     """A report also has lines for the streams of a launched graph."""
     with Processes(tmp_path, "two_sided", limit=3, never=True, captured=True) as ranks:
         _, report = ranks.said(1)
-    assert re.search(rf"ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which has not made call 4; ", of_rank(report, 0)), (
+    assert re.search(rf"loop\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which has not made call 4; ", of_rank(report, 0)), (
         report
     )
     assert of_rank(report, 2) == "  rank 2: ag_matmul: 3 calls, 3 done"

@@ -159,7 +159,7 @@ def test_a_rank_that_raises_or_ends() -> None:
     assert time.monotonic() - started < 20
 
 
-FORK = "  HW_CHECK(ring_.fork(caller));\n"
+FORK = "  HW_CHECK(loop_.fork(caller));\n"
 GUARD = "      const hw::CloseGroupOnError guard;\n"
 RECV = "channel_x_.comm(), stream));\n"
 PUTS = "HW_CHECK(peer_copies_.fork(caller));\n"

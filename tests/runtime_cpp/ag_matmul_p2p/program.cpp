@@ -1,9 +1,9 @@
-// host @ag_matmul(%x: bf16[M/8, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=8) streams(ring[4]) {
+// host @ag_matmul(%x: bf16[M/8, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=8) streams(loop[4]) {
 //   %xg = allocate bf16[M, K]
 //   fork
 //   for %i in 0..8 {
 //     %p = (rank.x + %i) % 8
-//     stream ring[%i] {
+//     stream loop[%i] {
 //       %slot = slice %xg[M: %p of 8]
 //       if %p == rank.x { copy %x -> %slot }
 //       else { group { recv %slot from %p on x;  send %x to (rank.x - %i) % 8 on x } }

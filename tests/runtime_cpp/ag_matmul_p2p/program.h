@@ -24,7 +24,7 @@ class Program {
 
  private:
   hw::Channel& x_;       // the ranks along mesh axis x
-  hw::Streams streams_;  // ring[4]
+  hw::Streams streams_;  // loop[4]
   hw::Matmul matmul_y_;  // matmul %slot, %w -> %y
   hw::Arena arena_;      // %xg
 };

@@ -103,8 +103,8 @@ class _Halving(OpRewriter):
     def add_up(self, first: str, second: str) -> None:
         """Sums the gradients of the keys or values. The rows of the first op attend only to the first half of the keys."""
         at = len(self.types[second].dims) - 2
-        halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
-        low, high = self.selected(halves, at, "half")
+        halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves", second)
+        low, high = self.selected(halves, at, "half", second)
         self.finish("concat", self.make("add", low, first), high, how=attributes(axis=at))
 
     def finish(self, kind: str, *sources: str, how: Attributes) -> None:

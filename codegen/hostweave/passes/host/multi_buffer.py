@@ -2,11 +2,11 @@
 
     %h = allocate bf16[M, K]                     becomes    %h = allocate bf16[4, M/16, K]
     for %i in 0..15 {                                       for %i in 0..15 {
-      stream ring[%i + 1] {                                   stream ring[%i + 1] {
+      stream loop[%i + 1] {                                   stream loop[%i + 1] {
         %h_next = chunk %h[0: %i + 1 of 16]                     %h_next = select %h[0: (%i + 1) % 4]
         recv %h_next from 0 on x                                recv %h_next from 0 on x
       }                                                       }
-      stream ring[%i] {                                       stream ring[%i] {
+      stream loop[%i] {                                       stream loop[%i] {
         %h_i = chunk %h[0: %i of 16]                            %h_i = select %h[0: %i % 4]
         matmul %h_i, %w -> %y_i                                 matmul %h_i, %w -> %y_i
 

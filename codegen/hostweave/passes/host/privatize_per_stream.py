@@ -1,11 +1,11 @@
 """Replaces a buffer by one buffer per stream if each iteration of a loop uses a separate chunk. The new buffers have the size of a chunk.
 
     %h = allocate bf16[M, N]
-    for %i in 0..8 { stream ring[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }
+    for %i in 0..8 { stream loop[%i] { %h_i = chunk %h[0: %i of 8]; matmul %x_i, %w -> %h_i; ... } }
 
 becomes
 
-    for %i in 0..8 { stream ring[%i] { %h = allocate bf16[M/8, N]; matmul %x_i, %w -> %h; ... } }
+    for %i in 0..8 { stream loop[%i] { %h = allocate bf16[M/8, N]; matmul %x_i, %w -> %h; ... } }
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Serialises communications that must be ordered: each rank runs them one after another, in the same order as all other ranks.
 
     for %i in 0..4 {
-      stream ring[%i] {
+      stream loop[%i] {
         matmul %x_i, %w -> %h_i
         all_reduce sum %h_i -> %hs_i on tp
         all_gather %hs_i -> %y_i on dp
@@ -12,7 +12,7 @@ becomes
 
     record channels_idle[0]
     for %i in 0..4 {
-      stream ring[%i] {
+      stream loop[%i] {
         matmul %x_i, %w -> %h_i
         wait channels_idle[0]
         all_reduce sum %h_i -> %hs_i on tp

@@ -1,16 +1,16 @@
 """Delays the caller's wait for a loop until the first use of the loop's results. An instruction that uses or orders streams, or calls a
 function, ends the delay.
 
-    for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
-    join ring
+    for %i in 0..4 { stream loop[%i] { ... matmul %x_i, %w -> %h_i } }
+    join loop
     launch @sum_z %v -> %z
     launch @add_y %h, %z -> %y
 
 becomes
 
-    for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
+    for %i in 0..4 { stream loop[%i] { ... matmul %x_i, %w -> %h_i } }
     launch @sum_z %v -> %z
-    join ring
+    join loop
     launch @add_y %h, %z -> %y
 
 The pass moves only joins. Waits for events are already before the first use of the data.

@@ -1,11 +1,11 @@
 """Software pipelining: issues the first communications of an iteration before the later communications of the previous iteration.
 
-    for %i in 0..4 {                                  stream ring[0] { all_gather %x_first -> %xg_first on dp }
-      stream ring[%i] {                               for %i in 0..4 {
+    for %i in 0..4 {                                  stream loop[0] { all_gather %x_first -> %xg_first on dp }
+      stream loop[%i] {                               for %i in 0..4 {
         all_gather %x_i -> %xg_i on dp                  if %i < 3 {
-        matmul %xg_i, %w -> %h_i                          stream ring[%i + 1] { all_gather %x_next -> %xg_next on dp }
+        matmul %xg_i, %w -> %h_i                          stream loop[%i + 1] { all_gather %x_next -> %xg_next on dp }
         all_reduce sum %h_i -> %y_i on tp    becomes    }
-      }                                                 stream ring[%i] {
+      }                                                 stream loop[%i] {
     }                                                     matmul %xg_i, %w -> %h_i
                                                           all_reduce sum %h_i -> %y_i on tp
                                                         }

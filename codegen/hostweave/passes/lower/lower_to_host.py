@@ -9,9 +9,9 @@ two `for`.
 becomes
 
     %xg = allocate bf16[M, K]
-    fork ring
-    for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { communication of %xg_i; matmul %xg_i, %w -> %y_i } }
-    join ring
+    fork loop
+    for %i in 0..8 { %p = (rank.x + %i) % 8; stream loop[%i] { communication of %xg_i; matmul %xg_i, %w -> %y_i } }
+    join loop
 
 `placement.py` decides which results need no separate memory.
 """
@@ -54,7 +54,7 @@ from hostweave.types.group import ParameterGroup
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32, is_matrix
 
-RING = "ring"
+LOOP = "loop"
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
@@ -149,7 +149,7 @@ class _Lowering:
                     b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "join", "stream")}
-        counts = {RING: streams, COMM: 1, COPIES: 1, PEER_COPIES: 1}
+        counts = {LOOP: streams, COMM: 1, COPIES: 1, PEER_COPIES: 1}
         pools = tuple(ir.Streams(name, count) for name, count in counts.items() if name in used)
         kernels = tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, tuple(b.events), kernels, body, flow.uneven)
@@ -202,14 +202,14 @@ class _Lowering:
                     for op in loop.ops:
                         self.op(op, iteration)
                 b.location = loop.ops[-1].location
-                b.emit(ir.OnStream(RING, Const(0) if reached == 1 else iteration.index, tuple(on_stream)))
+                b.emit(ir.OnStream(LOOP, Const(0) if reached == 1 else iteration.index, tuple(on_stream)))
                 if lowering:
                     lowering.after_iteration(iteration)
-            b.emit(ir.Fork(RING, used))
+            b.emit(ir.Fork(LOOP, used))
             b.emit(ir.For(iteration.index.name, count, tuple(body)))
             if lowering:
                 lowering.end()
-            b.emit(ir.Join(RING, used))
+            b.emit(ir.Join(LOOP, used))
             if lowering:
                 lowering.after_join()
         b.hoists_views, self.lowering = True, None
