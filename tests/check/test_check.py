@@ -129,6 +129,19 @@ RULES = {
         "text:5: rank 0, loop[0], %i = 1: %a = allocate f32[2, N] may get bytes of %b, which rank 0, loop[1], %i = 0: "
         "deallocate %b frees: nothing orders them; add record/wait or put both on one stream",
     ),
+    "memory of a stream, after a free of other memory on the stream": (
+        "%b = allocate f32[2, N]\nfork loop\nstream loop[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ndeallocate %a\nrecord done[0]\n"
+        "copy %x -> %b\ncopy %b -> %y\ndeallocate %b\n}\njoin loop\n"
+        "stream loop[1] {\nwait done[0]\n%c = allocate f32[2, N]\nfill %c with 0.0\n}\njoin loop",
+        "text:16: rank 0, loop[1]: %c = allocate f32[2, N] may get bytes of %b, which rank 0, loop[0]: deallocate %b frees: "
+        "nothing orders them; add record/wait or put both on one stream",
+    ),
+    "memory of a stream for which the first join does not wait": (
+        "fork loop\nstream loop[1] {\n%a = allocate f32[2, N]\ncopy %x -> %a\ncopy %a -> %y\n}\njoin loop first 1\n"
+        "%b = allocate f32[2, N]\nfill %b with 0.0\njoin loop",
+        "text:9: rank 0, the caller's stream: %b = allocate f32[2, N] may get bytes of %a, which rank 0, loop[1]: deallocate %a frees: "
+        "nothing orders them; add join loop between them",
+    ),
     "memory that the previous iteration deallocated": (
         "%b = allocate f32[2, N]\nfor %i in 0..2 {\ncopy %x -> %b\ndeallocate %b\n}\ncopy %x -> %y",
         "text:4: rank 0, the caller's stream, %i = 1: copy %x -> %b writes %b after its deallocate: "
@@ -381,6 +394,19 @@ def test_memory_freed_on_a_stream_stays_with_the_stream_until_the_join() -> None
     own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"
     head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(loop[2], comm[1]) {\nfork loop\nfork comm\n"
     check(host_text.parse(f"{head}{own}{body}join loop\njoin comm\ncopy %x -> %y\n}}\n"))
+
+
+def test_a_get_in_a_group_that_waits_forever() -> None:
+    head = "host @t(%x: f32[M@x, 4] in window) -> (%y: f32[M@x, 4]) mesh(x=2) channels(x: x one_sided) {\n"
+    group = "group {\nget %x at 1 - rank.x -> %y on x\nwait_signal 0 from 1 - rank.x until %x is read on x\n}\n"
+    program = host_text.parse(f"{head}{group}signal 0 at 1 - rank.x that %x is read on x\n}}\n")
+    with pytest.raises(ProgramError, match="waits forever"):
+        check(program)
+
+
+def test_an_index_of_a_rank_into_a_parameter_group() -> None:
+    head = "host @t(%w: f32[depth, 4] as w_0 to w_3 of layers) -> (%y: f32[4]) mesh(x=2) {\n"
+    check(host_text.parse(head + "%w_r = select %w[0: rank.x]\ncopy %w_r -> %y\n}\n"))
 
 
 IN_PLACE = """kernel @add_row(%a: f32[4, 4], %r: f32[1, 4]) {

@@ -51,6 +51,43 @@ def test_copies_and_fills_of_views() -> None:
     assert np.signbit(band[:, 4:]).all()
 
 
+LOOPS = """host @loops(%p: f32[2], %x: f32[M, 4], %e: f32[M, 0]) -> (%q: f32[2], %y: f32[M, 4], %f: f32[M, 0]) mesh() streams(loop[4]) {
+  fork loop first 2
+  for %i in 0..2 {
+    stream loop[%i] {
+      %p_i = select %p[0: %i]
+      %q_i = select %q[0: %i]
+      copy %p_i -> %q_i
+    }
+  }
+  join loop first 2
+  fork loop
+  for %i in 0..M {
+    stream loop[%i] {
+      %b = allocate f32[4]
+      %x_i = select %x[0: %i]
+      %y_i = select %y[0: %i]
+      copy %x_i -> %b
+      copy %b -> %y_i
+      %e_i = select %e[0: %i]
+      %f_i = select %f[0: %i]
+      copy %e_i -> %f_i
+    }
+  }
+  join loop
+}
+"""
+
+
+def test_loops_with_one_index_name_and_different_trips() -> None:
+    """The second loop has a buffer for each stream, although the first loop has fewer iterations than streams."""
+    program = compile(HostProgram.parse(LOOPS))
+    p, x, e = np.arange(2, dtype=np.float32), np.arange(28, dtype=np.float32).reshape(7, 4), np.zeros((7, 0), np.float32)
+    for got, want in zip(program.run(p=p, x=x, e=e), (p, x, e), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert "std::array<float*, 4>" in program.sources["program.h"]
+
+
 MATMULS = """
 host @matmuls(
     %a: {t}[M, K], %at: {t}[K, M], %b: {t}[K, N], %bt: {t}[N, K], %s: {t}[B, C, M, K], %v: {t}[B, 1, K, N], %e: {t}[M, 0], %f: {t}[0, N]

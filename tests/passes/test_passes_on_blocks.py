@@ -139,7 +139,7 @@ def test_each_body_has_separate_events() -> None:
     )
     host = lower(Fusion.parse(text), Options())
     assert [(pool.name, pool.count) for pool in host.events] == [("arrived", 2), ("arrived_2", 2), ("arrived_3", 2)]
-    assert [pool.name for pool in host.streams] == ["ring"]
+    assert [pool.name for pool in host.streams] == ["loop"]
     assert HostProgram.parse(str(host)) == host
 
 

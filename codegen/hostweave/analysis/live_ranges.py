@@ -103,8 +103,10 @@ class _Walk:
                 events.append(End(known[name]))
             events += map(JoinEvent, tree.names(i, "join"))
             events += (CallEvent(name) for name in tree.names(i, "call") if name in allocating_functions(self.program))
-            if i.trips is not None and i.trips.is_int:
-                self.counts.update(dict.fromkeys(tree.names(i, "index"), int(i.trips)))
+            for name in tree.names(i, "index"):
+                self.counts.pop(name, None)  # of an earlier loop with the same index name
+                if i.trips is not None and i.trips.is_int:
+                    self.counts[name] = int(i.trips)
             if i.ranks:
                 events += (OnRanks(i.ranks, self.events(inner, known, own)) for inner in tree.bodies(i))
                 continue

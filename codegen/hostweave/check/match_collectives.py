@@ -190,7 +190,8 @@ def expect_end_in_one_queue(instances: Instances, matches: list[MatchedCommunica
             raise failure(instances.program, f"{member}: {why}; add that wait first, or use another signal number", member.instruction)
     if stuck:
         first = stuck[0]
-        awaited = [other for member in first.communications for other in match_of[member].awaited(member) if other not in reached]
+        matched_first = [(member, match_of[member]) for member in first.communications if member in match_of]
+        awaited = [other for member, matched in matched_first for other in matched.awaited(member) if other not in reached]
         ranks = sorted({other.rank for other in awaited})
         peers = f"ranks {' and '.join(map(str, ranks))} wait" if len(ranks) > 1 else f"rank {ranks[0]} waits"
         why = "waits forever if a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"

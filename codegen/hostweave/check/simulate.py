@@ -148,8 +148,10 @@ def _deallocate(b: _Binder, i: ir.Deallocate) -> BoundInstruction:
         operation = run.issue(build(run))
         if is_per_stream and run.stream:
             run.freed_until_join[run.stream] = operation
-        else:
-            run.freed[run.stream] = operation
+            return
+        run.freed[run.stream] = operation
+        if run.stream:  # A join must not replace the operation by an earlier one of the same stream.
+            run.freed_until_join.pop(run.stream, None)
 
     return execute
 
@@ -358,7 +360,10 @@ def _join(b: _Binder, i: ir.Join) -> BoundInstruction:
     def execute(run: RankRun) -> None:
         running = tuple([run.last[stream] for stream in streams if stream in run.last])
         run.issue(Operation(i, run.rank, None, run.iteration, waits=running))
-        run.freed.update({stream: run.freed_until_join.pop(stream) for stream in streams if stream in run.freed_until_join})
+        freed = [
+            stream for stream in run.freed_until_join if stream[0] == i.stream
+        ]  # The arena frees the memory of all streams of the pool.
+        run.freed.update({stream: run.freed_until_join.pop(stream) for stream in freed})
 
     return execute
 

@@ -11,7 +11,7 @@ from hostweave.fusion_ir.ops.attributes import COUNT
 from hostweave.fusion_ir.resharding import DEFAULT_SIZE
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, Var, leaves
+from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, leaves
 from hostweave.host_ir.size_requirements import dims_and_trips, not_negative, trip_counts
 from hostweave.types.mesh import RankSizes
 from hostweave.types.size import LocalSize, Size, Sum
@@ -69,7 +69,7 @@ def _calls(program: ir.HostProgram, name: str, count: int) -> int:
     types, constant_indices = ir.buffer_types(program), list[Expr]()
     for i in tree.walk(program.body):
         chunk = next((i.chunk_of(types[src]) for src in tree.names(i, "alias")), None)
-        if chunk and chunk[2].name == name and not any(isinstance(leaf, Var) for leaf in leaves(chunk[1])):
+        if chunk and chunk[2].name == name and all(isinstance(leaf, Const) or leaf == Symbol(name) for leaf in leaves(chunk[1])):
             constant_indices.append(chunk[1])
 
     def fits(depth: int) -> bool:

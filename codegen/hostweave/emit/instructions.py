@@ -210,10 +210,10 @@ class Emitter:
             self.elements[i.out] = i.src, index
             self.buffers[i.out] = OperandBuffer(self.element(i.out), out, i.src, source.read_only)
             return ""
-        if index == Const(0):
+        base, offset = self.text(i.src), self.integers.times(index, i.stride(source.type))
+        if not offset:
             self.buffers[i.out] = replace(source, type=out)
             return ""
-        base, offset = self.text(i.src), self.integers.times(index, i.stride(source.type))
         if i.out in self.arguments:
             self.buffers[i.out] = replace(source, text=f"{base} + {offset}", type=out)
             return ""

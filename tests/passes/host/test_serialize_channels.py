@@ -193,7 +193,7 @@ def test_ordered_communications_are_not_changed(program: HostProgram) -> None:
 
 
 def test_names_that_are_already_used() -> None:
-    program = in_turn(host(LOOP.replace("ring", "channels_idle"), HEADER.replace("ring", "channels_idle")))
+    program = in_turn(host(LOOP.replace("loop", "channels_idle"), HEADER.replace("loop", "channels_idle")))
     assert [(events.name, events.count) for events in program.events] == [("channels_idle_2", 1)]
 
 

@@ -210,7 +210,7 @@ fusion @f(%x: f32[M]) {{
   return %y
 }}
 """)
-    assert lower(stage, Options()).streams == (Streams("ring", streams),)
+    assert lower(stage, Options()).streams == (Streams("loop", streams),)
 
 
 def test_a_short_loop_forks_the_streams_that_it_uses() -> None:

@@ -40,6 +40,7 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
+    allocated: set[str] = field(default_factory=set)  # in the innermost loop or branch, or outside of loops and branches
     windows: set[str] = field(default_factory=set)  # allocations and parameters in windows
     current: tree.Instruction | None = None
     around: tree.Body = ()  # body that contains the current instruction
@@ -154,11 +155,13 @@ class Checker:
             self.roots.define(instruction)
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
-    def inner(self, body: tree.Body, scope: Scope) -> None:
+    def inner(self, body: tree.Body, scope: Scope, is_always_run: bool = True) -> None:
         """Checks a nested body. Names of the body are not visible after the body."""
-        outside, current = len(self.types), self.current
+        outside, current, allocated = len(self.types), self.current, self.allocated
         indices = set(self.indices)
+        self.allocated = allocated if is_always_run else set()
         self.body(body, scope)
+        self.allocated = allocated
         while len(self.types) > outside:
             self.types.popitem()
         self.indices, self.current = indices, current
@@ -192,8 +195,9 @@ class Checker:
         if not isinstance(expr, Binary):
             return
         if expr.op in ("/", "%"):
-            _, largest = range_of(expr.right, {}, self.mesh)
-            if (largest is not None and largest < 1) or any(isinstance(leaf, Var | Coordinate | Rank) for leaf in leaves(expr.right)):
+            least, _ = range_of(expr.right, {}, self.mesh)
+            is_size = isinstance(expr.right, Symbol) and isinstance(expr.right.size, str)  # A loop of size 0 divides nothing.
+            if not is_size and (least is None or least < 1):
                 self.fail(f"{expr}: the divisor may be 0 or negative: divide by a positive number or a size")
         self.divisors(expr.left)
         self.divisors(expr.right)

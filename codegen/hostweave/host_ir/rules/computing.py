@@ -19,6 +19,7 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
     if unknown := next(filter(None, map(c.unknown, i.type.shape)), None):
         c.fail(f"{unknown} is not a size of any input or output")
     c.types[i.out] = i.type
+    c.allocated.add(i.out)
     if i.in_window:
         c.windows.add(i.out)
         if c.mesh != c.program.mesh:
@@ -34,6 +35,8 @@ def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:
         c.fail(f"%{i.src} is a view: deallocate %{root}")
     if i.src in c.inputs or any(p.name == i.src for p in c.program.outputs):
         c.fail(f"%{i.src} belongs to the caller: deallocate only buffers of this program")
+    if i.src not in c.allocated:
+        c.fail(f"%{i.src} is allocated outside of this loop or branch: deallocate it there, so that it is freed once on each rank")
     c.freed.add(i.src)
 
 

@@ -44,14 +44,15 @@ def _for(c: Checker, i: ir.For, scope: Scope) -> None:
     c.size(i.count)
     indices = set(c.indices)
     c.indices.add(i.out)
-    c.inner(i.body, replace(scope, trips=i.count) if any(isinstance(size, LocalSize) for size in i.count.atoms) else scope)
+    within = replace(scope, trips=i.count) if any(isinstance(size, LocalSize) for size in i.count.atoms) else scope
+    c.inner(i.body, within, is_always_run=False)
     c.indices = indices
 
 
 def _if(c: Checker, i: ir.If, scope: Scope) -> None:
     condition = i.condition if c.depends_on_rank(i.condition) else scope.condition
     for body in (i.body, i.orelse):
-        c.inner(body, replace(scope, condition=condition))
+        c.inner(body, replace(scope, condition=condition), is_always_run=False)
 
 
 def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
