@@ -86,10 +86,10 @@ BODIES = {
         "text:2: @t: %i = rank.x / (M - 4): rank.x / (M - 4): the divisor may be 0 or negative: divide by a positive number or a size"
     ),
     "%b = allocate f32[4]\nif rank.x == 0 {\ndeallocate %b\n}": (
-        "text:4: @t: deallocate %b: %b is allocated outside of this loop or branch: deallocate it there, so that it is freed once on each rank"
+        "text:4: @t: deallocate %b: %b is allocated outside of this loop or branch: deallocate it there, to free it once on each rank"
     ),
     "for %i in 0..2 {\n%b = allocate f32[4]\nfor %j in 0..2 {\ndeallocate %b\n}\n}": (
-        "text:5: @t: deallocate %b: %b is allocated outside of this loop or branch: deallocate it there, so that it is freed once on each rank"
+        "text:5: @t: deallocate %b: %b is allocated outside of this loop or branch: deallocate it there, to free it once on each rank"
     ),
     "for %i in 0..K {\n}": "text:2: @t: for %i in 0..K: K is not a size of any input or output; the sizes are M",
     # memory and views

@@ -36,7 +36,7 @@ def _deallocate(c: Checker, i: ir.Deallocate, scope: Scope) -> None:
     if i.src in c.inputs or any(p.name == i.src for p in c.program.outputs):
         c.fail(f"%{i.src} belongs to the caller: deallocate only buffers of this program")
     if i.src not in c.allocated:
-        c.fail(f"%{i.src} is allocated outside of this loop or branch: deallocate it there, so that it is freed once on each rank")
+        c.fail(f"%{i.src} is allocated outside of this loop or branch: deallocate it there, to free it once on each rank")
     c.freed.add(i.src)
 
 
