@@ -104,7 +104,7 @@ class _Walk:
             events += map(JoinEvent, tree.names(i, "join"))
             events += (CallEvent(name) for name in tree.names(i, "call") if name in allocating_functions(self.program))
             for name in tree.names(i, "index"):
-                self.counts.pop(name, None)  # of an earlier loop with the same index name
+                self.counts.pop(name, None)  # An earlier loop may have the same index name.
                 if i.trips is not None and i.trips.is_int:
                     self.counts[name] = int(i.trips)
             if i.ranks:
