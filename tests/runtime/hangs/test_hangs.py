@@ -144,9 +144,9 @@ def test_a_rank_that_is_killed_in_a_loop(tmp_path: Path) -> None:
         assert "group 'default': rank 2: its process has ended" in report
         assert of_rank(report, 2) == "  rank 2: does not answer"
         assert re.search(
-            rf"  ring\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which does not answer; done up to ", of_rank(report, 1)
+            rf"  loop\[\d\]: ncclRecv\(\w+, \.\.\.\) {AT} waits on x for rank 2, which does not answer; done up to ", of_rank(report, 1)
         )
-        assert re.search(rf"  caller: loop_\.join\(caller\) {AT} waits for ring\[\d\]; done up to ", of_rank(report, 1))
+        assert re.search(rf"  caller: loop_\.join\(caller\) {AT} waits for loop\[\d\]; done up to ", of_rank(report, 1))
 
 
 @pytest.mark.parametrize("transport", ["peer", "one_sided"])
@@ -183,7 +183,7 @@ def test_ctrl_c_reports_the_positions_of_ranks(tmp_path: Path) -> None:
         out, report = ranks.said(1)
     assert out == "KeyboardInterrupt \n", report
     assert "group 'default': rank 1: KeyboardInterrupt" in report
-    assert re.search(r"ring\[\d\]: ncclRecv\(\w+, \.\.\.\) .* waits on x for rank 2; done up to ", of_rank(report, 1)), report
+    assert re.search(r"loop\[\d\]: ncclRecv\(\w+, \.\.\.\) .* waits on x for rank 2; done up to ", of_rank(report, 1)), report
     assert re.search(rf"  host: enqueued up to \S+\(.*\) {AT}\n", of_rank(report, 2)), report
 
 
