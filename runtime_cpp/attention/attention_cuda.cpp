@@ -402,7 +402,7 @@ std::shared_ptr<const PlannedAttention> Attentions::Plans::make(const AttentionP
     }
   }
   EngineSettings settings{handle_of(rank), dtype == CUDA_R_16F ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16, {}};
-  for (int i = 0; i < options.streams; ++i) settings.streams.push_back(rank.stream("ring", i));
+  for (int i = 0; i < options.streams; ++i) settings.streams.push_back(rank.stream(kLoopStreams, i));
   plan->add_parts(settings, options);
   return plan;
 }

@@ -236,7 +236,7 @@ const void* MatmulPlan::zeros(size_t bytes) const {
   if (zeros.empty() || zeros.back().bytes() < bytes) {
     DeviceMemory memory;
     const size_t size = zeros.empty() ? bytes : std::max(bytes, 2 * zeros.back().bytes());
-    const Stream stream = rank_.stream("ring", 0);
+    const Stream stream = rank_.stream(kLoopStreams, 0);
     HW_CHECK(cudaMemsetAsync(memory.reserve(size), 0, size, stream));
     HW_CHECK(cudaStreamSynchronize(stream));
     zeros.push_back(std::move(memory));
@@ -323,7 +323,7 @@ cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue
 
 // Selects an algorithm by its median time with cold caches. A later algorithm must be clearly faster (kClearly).
 cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const std::vector<cublasLtMatmulAlgo_t>& algorithms) const {
-  const Stream stream = rank_.stream("ring", 0);
+  const Stream stream = rank_.stream(kLoopStreams, 0);
   HW_CHECK(cudaDeviceSynchronize());
   DeviceMemory memory, other, scales;
   const void* const scale = is_scaled_ ? scales.reserve(plan.most_scales()) : nullptr;
@@ -363,7 +363,7 @@ void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
     return;
   }
   const size_t size = std::max(size_of(operands_), size_of(result_));
-  const Stream stream = rank_.stream("ring", 0);
+  const Stream stream = rank_.stream(kLoopStreams, 0);
   HW_CHECK(cudaDeviceSynchronize());
   DeviceMemory memory, scales;
   const void* const scale = is_scaled_ ? scales.reserve(plan.most_scales()) : nullptr;

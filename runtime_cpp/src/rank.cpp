@@ -17,7 +17,7 @@ namespace {
 // Priority of a stream. Streams that only communicate have the highest priority, so that their kernels do not queue behind all
 // tiles of a matmul.
 int priority_of(const std::string& stream) {
-  if (stream != "comm" && stream != "peer_copies") return 0;
+  if (stream != kCommStreams && stream != kPeerCopies) return 0;
   int least = 0, greatest = 0;
   HW_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
   return greatest;

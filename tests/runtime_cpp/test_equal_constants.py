@@ -7,6 +7,7 @@ import re
 import pytest
 
 from hostweave.base.paths import RUNTIME
+from hostweave.communication.put import PEER_COPIES
 from hostweave.fusion_ir.ops.attention import MAX_HEAD
 from hostweave.fusion_ir.ops.indexing import MAX_BLOCK_SORT
 from hostweave.host_ir import ir
@@ -14,6 +15,8 @@ from hostweave.host_ir.instructions.windows import SIGNAL_COUNTERS
 from hostweave.kernel_ir.distribute import TILE
 from hostweave.kernel_ir.hold_rows import ROW_ACCESSES
 from hostweave.kernel_ir.number_elements import SHORT
+from hostweave.passes.lower.asynchronous import COMM
+from hostweave.passes.lower.lower_to_host import LOOP
 from hostweave.tune.cost import MAX_WEIGHT_ELEMENTS
 from hostweave.types.machine import H200
 from hostweave.types.tensor import MAX_DIMS
@@ -35,6 +38,12 @@ CONSTANTS = [  # Value in Python, C++ before the value, and the file in `runtime
     (SIGNAL_COUNTERS, "kSignals =", "cpu/device/shared.h"),
     (TILE, "kTile =", "include/hostweave/threads.h"),
 ]
+
+
+@pytest.mark.parametrize(("value", "name"), [(LOOP, "kLoopStreams"), (COMM, "kCommStreams"), (PEER_COPIES, "kPeerCopies")])
+def test_python_and_cpp_name_pools_of_streams_alike(value: str, name: str) -> None:
+    """Otherwise attention on several streams would share memory."""
+    assert f'{name}[] = "{value}"' in (RUNTIME / "include" / "hostweave" / "rank.h").read_text()
 
 
 @pytest.mark.parametrize(("value", "before", "file"), CONSTANTS)

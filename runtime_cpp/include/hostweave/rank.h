@@ -12,6 +12,8 @@
 
 namespace hw {
 
+// Pools of streams that the runtime treats specially. The compiler gives the pools these names.
+constexpr char kLoopStreams[] = "loop", kCommStreams[] = "comm", kPeerCopies[] = "peer_copies";
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // cuBLASLt workspace per stream
 
 // A stream, and the cuBLASLt workspace for matmuls on the stream.
@@ -61,8 +63,8 @@ class Rank {
   cublasLtHandle_t blas();  // made on first use
   // Handle of a library that only some programs use. Its pointer is null until a program sets it.
   Handle& handle(const char* library);
-  // The i-th stream of this name, made on first use and shared by all programs. The streams "comm" and "peer_copies" only
-  // communicate, and have the highest priority.
+  // The i-th stream of this name, made on first use and shared by all programs. Streams of kCommStreams and
+  // kPeerCopies only communicate, and have the highest priority.
   Stream stream(const char* name, int i);
 
   // True if new matmul plans measure algorithms and select the fastest.
