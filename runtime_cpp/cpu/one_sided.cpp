@@ -17,7 +17,6 @@
 struct ncclWindow_vidmem {
   std::shared_ptr<hostweave::cpu::Windows> windows;
   std::shared_ptr<hostweave::cpu::ProcessGroup> process_group;
-  int rank;
 };
 
 namespace hostweave::cpu {
@@ -44,7 +43,7 @@ ncclResult_t check(const std::string& call, ncclComm_t comm, int peer, int numbe
 }
 
 ncclResult_t add_window(ncclWindow_t* window, std::shared_ptr<Windows> windows, ncclComm_t comm) {
-  *window = new ncclWindow_vidmem{std::move(windows), comm->process_group, comm->rank};
+  *window = new ncclWindow_vidmem{std::move(windows), comm->process_group};
   Machine::get().windows.insert(*window);
   return ncclSuccess;
 }
@@ -199,8 +198,9 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
 bool in_window(ncclComm_t comm, const void* begin, std::size_t bytes) {
   const auto* const first = static_cast<const char*>(begin);
   return std::ranges::any_of(Machine::get().windows, [&](const ncclWindow_t window) {
+    if (window->process_group != comm->process_group) return false;
     const char* const base = window->windows->bases[comm->rank];
-    return window->process_group == comm->process_group && first >= base && first + bytes <= base + window->windows->bytes;
+    return first >= base && first + bytes <= base + window->windows->bytes;
   });
 }
 

@@ -283,7 +283,7 @@ void CallLog::forget(LoggedOps* ops) {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
   calls_->give_back(*ops);
-  std::erase_if(calls_->calls, [ops](const LoggedCall& call) { return call.ops.get() == ops; });
+  ops->ops.clear();  // Unfinished launches remain calls without lines.
   std::erase_if(calls_->of_graphs, [ops](const auto& own) { return own.get() == ops; });
 }
 

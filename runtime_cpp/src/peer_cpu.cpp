@@ -1,6 +1,8 @@
 // Peer memory on the CPU device, by its windows and binary signals (hw_cpu_set_signal).
 #include <hostweave_cpu.h>
 
+#include <atomic>
+
 #include "hostweave/check.h"
 #include "hostweave/peer.h"
 #include "hostweave/reach.h"
@@ -10,7 +12,7 @@ namespace hw {
 struct PeerGroup::State {
   ncclComm_t comm = nullptr;
   int64_t size = 0;
-  bool aborted = false;
+  std::atomic<bool> aborted = false;
   std::string out_of_reach;
 };
 
@@ -68,7 +70,7 @@ cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream
 }
 
 void PeerGroup::abort() {
-  if (std::exchange(state_->aborted, true)) return;
+  if (state_->aborted.exchange(true)) return;
   ncclCommAbort(state_->comm);
 }
 

@@ -7,6 +7,7 @@ extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -29,8 +30,8 @@ namespace {
 
 // State shared by all programs of a rank that use a channel's windows.
 struct WindowUsers {
-  CallOrder calls;       // Signals are counted per channel, so calls must be ordered.
-  bool aborted = false;  // true if the communicator and its windows are gone
+  CallOrder calls;                    // Signals are counted per channel, so calls must be ordered.
+  std::atomic<bool> aborted = false;  // true if the communicator and its windows are gone
 };
 
 std::mutex users_mutex;
@@ -128,6 +129,7 @@ struct WindowArena::Windows {
   void release(Memory memory) const {
     if (!memory.data || is_aborted()) return;
     HW_CHECK(cudaDeviceSynchronize());
+    if (is_aborted()) return;  // The abort ended the waits.
     release_window(memory.data, memory.registered);
   }
 
@@ -138,7 +140,7 @@ struct WindowArena::Windows {
 
   // True if an abort may have left a stream that waits for a peer forever. Memory cannot be freed then.
   bool is_aborted() const {
-    return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; }) ||
+    return std::ranges::any_of(users_, [](const auto& users) { return users->aborted.load(); }) ||
            std::ranges::any_of(channels_,
                                [](const Channel* channel) { return channel->peers() && channel->peers()->is_stuck(); });
   }

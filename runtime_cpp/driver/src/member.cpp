@@ -205,10 +205,10 @@ void Member::expect_not_stopped() const {
 
 // Takes the lease first, and then the lock of the member. A thread that frees resources of a member uses the same order.
 void Member::Use::take(Member& member, Schedule schedule, bool frees) {
-  if (member.aborted_ && !frees) throw ExecutionError("the group has failed; call hw.init again");
   schedule.processes = member.processes_;
   if (target::kOneParty) turn_.emplace(member.group_, schedule, static_cast<int>(member.rank_.size()));
   lock_ = std::unique_lock(member.in_use_);
+  if (member.aborted_ && !frees) throw ExecutionError("the group has failed; call hw.init again");
 }
 
 Member::Use::Use(Member& member, bool frees) {

@@ -121,13 +121,13 @@ void abort(const std::vector<ncclComm_t>& comms) {
   }
   int device = 0;
   (void)cudaGetDevice(&device);
-  std::thread beside([&] {  // Runs concurrently with `give`, because aborts wait for graphs, and graphs may wait for signals.
+  // Runs concurrently with `give`, because aborts wait for graphs, and graphs may wait for signals.
+  const std::jthread beside([&] {
     cudaSetDevice(device);
     abort_with_windows(others);
   });
   give(signals);
   abort_with_windows(signalled);
-  beside.join();
 }
 
 }  // namespace hw::target
