@@ -360,9 +360,7 @@ def _join(b: _Binder, i: ir.Join) -> BoundInstruction:
     def execute(run: RankRun) -> None:
         running = tuple([run.last[stream] for stream in streams if stream in run.last])
         run.issue(Operation(i, run.rank, None, run.iteration, waits=running))
-        freed = [
-            stream for stream in run.freed_until_join if stream[0] == i.stream
-        ]  # The arena frees the memory of all streams of the pool.
+        freed = [stream for stream in run.freed_until_join if stream[0] == i.stream]  # also on streams that `first` excludes
         run.freed.update({stream: run.freed_until_join.pop(stream) for stream in freed})
 
     return execute
