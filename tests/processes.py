@@ -38,17 +38,17 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-# Each worker has its own ports. Linux takes ports of 32768 to 60999 for connections, so these ports are less than 32768.
-_ports = itertools.cycle(range(500)), 20000 + 500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 25)
+# Each worker has its own 500 ports. Linux takes ports of 32768 to 60999 for connections, so these ports are less than 32768.
+_FIRST = 20000 + 500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 25)
+_PORTS = itertools.cycle(range(_FIRST, _FIRST + 500))
 
 
 def free_port() -> str:
     """A port that no other test or connection takes before the test uses it."""
-    numbers, first = _ports
-    for number in numbers:
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", first + number)):
-            return str(first + number)
-    raise AssertionError
+    for port in itertools.islice(_PORTS, 500):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
+    pytest.fail(f"all ports from {_FIRST} to {_FIRST + 499} are taken")
 
 
 def as_rank(rank: int, count: int, port: str) -> dict[str, str]:
