@@ -1,5 +1,6 @@
 // Parallel mode: a pool of worker threads runs the first op of each stream as soon as the op is ready.
 #include <algorithm>
+#include <exception>
 #include <system_error>
 
 #include "machine.h"
@@ -112,6 +113,7 @@ void Machine::split(std::size_t count, std::size_t piece, const RunPiece& run) {
   if (idle_workers_ > 0) workers_wake_.notify_all();
   run_split(lock, split);
   workers_idle_.wait(lock, [&] { return split.running == 0; });
+  if (split.error) std::rethrow_exception(split.error);
 }
 
 void Machine::run_split(Lock& lock, Split& split) {
@@ -119,9 +121,18 @@ void Machine::run_split(Lock& lock, Split& split) {
   while (split.next < split.count) {
     const std::size_t begin = split.next, end = split.next = std::min(begin + split.piece, split.count);
     if (end == split.count) std::erase(splits_, &split);
+    std::exception_ptr error;
     lock.unlock();
-    split.run(begin, end);
+    try {
+      split.run(begin, end);
+    } catch (...) {
+      error = std::current_exception();
+    }
     lock.lock();
+    if (!error) continue;
+    split.error = error;
+    split.next = split.count;
+    std::erase(splits_, &split);
   }
   if (--split.running == 0) workers_idle_.notify_all();
 }

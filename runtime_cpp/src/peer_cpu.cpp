@@ -40,8 +40,8 @@ void* PeerGroup::allocate(size_t bytes) {
   return data;
 }
 
-PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
-  Mapping mapping{.group = this};
+void PeerGroup::map(void* data, size_t bytes, Mapping& mapping) {
+  mapping.group = this;
   ncclWindow_t window = nullptr;
   HW_CHECK(ncclCommWindowRegister(state_->comm, data, bytes, &window, NCCL_WIN_COLL_SYMMETRIC));
   mapping.handle = window;
@@ -50,12 +50,13 @@ PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
     HW_CHECK(ncclGetPeerDevicePointer(window, 0, peer, &base));
     mapping.begins.push_back(static_cast<char*>(base));
   }
-  return mapping;
 }
 
 void PeerGroup::free(void* data, const std::vector<Mapping>& mappings) {
-  for (const Mapping& mapping : mappings)
-    HW_CHECK(ncclCommWindowDeregister(mapping.group->state_->comm, static_cast<ncclWindow_t>(mapping.handle)));
+  for (const Mapping& mapping : mappings) {
+    if (auto* const window = static_cast<ncclWindow_t>(mapping.handle))
+      HW_CHECK(ncclCommWindowDeregister(mapping.group->state_->comm, window));
+  }
   if (data) HW_CHECK(ncclMemFree(data));
 }
 

@@ -312,16 +312,16 @@ const std::string& PeerGroup::why_out_of_reach() const { return state_->out_of_r
 
 void* PeerGroup::allocate(size_t bytes) { return allocate_shared(bytes, state_->in_process); }
 
-PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
+void PeerGroup::map(void* data, size_t bytes, Mapping& mapping) {
   State& state = *state_;
   free_what_is_unmapped();
-  Mapping mapping{.group = this, .number = state.mappings++};
-  auto opened = std::make_unique<Opened>();
-  opened->own = state.seat().card = with_memory(card_of_rank(), data);
-  state.seat().bytes = bytes;
-  if (state.unmapped(mapping.number) < state.unmapped_before(mapping.number))
+  if (state.unmapped(state.mappings) < state.unmapped_before(state.mappings))
     throw ExecutionError("transport peer: memory is still mapped after " + std::to_string(kMappings - 1) +
                          " later mappings; close unused programs");
+  auto* const opened = new Opened{.own = with_memory(card_of_rank(), data)};
+  mapping = {.group = this, .number = state.mappings++, .handle = opened};
+  state.seat().card = opened->own;
+  state.seat().bytes = bytes;
   std::string why;
   state.handshake("transport peer: mapping memory", [&] {
     for (int64_t peer = 0; peer < state.size; ++peer) {
@@ -335,9 +335,7 @@ PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
       mapping.begins.push_back(static_cast<char*>(begin));
     }
   });
-  mapping.handle = opened.release();
   if (!why.empty()) throw ExecutionError("transport peer: memory cannot be mapped: " + why + kOtherTransport);
-  return mapping;
 }
 
 void PeerGroup::free(void* data, const std::vector<Mapping>& mappings) {

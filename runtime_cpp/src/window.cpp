@@ -168,7 +168,7 @@ void* allocate_window(const Channel* channel, size_t bytes) {
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made) {
   made.channel = &channel;
   if (channel.peers()) {
-    made.mapping = channel.peers()->map(data, bytes);
+    channel.peers()->map(data, bytes, made.mapping);
     made.peers = made.mapping.begins;
     return;
   }
@@ -192,14 +192,16 @@ void register_window(const Channel& channel, void* data, size_t bytes, Registere
 
 void release_window(void* data, const std::vector<Registered>& registered) {
   std::vector<PeerGroup::Mapping> mappings;
+  bool by_peers = false;
   for (const Registered& one : registered) {
+    by_peers = by_peers || (one.channel && one.channel->peers());
     if (one.mapping.group) mappings.push_back(one.mapping);
     if (one.window) HW_CHECK(ncclCommWindowDeregister(one.channel->comm(), one.window));
   }
-  if (mappings.empty())
-    HW_CHECK(ncclMemFree(data));
-  else
+  if (by_peers)
     PeerGroup::free(data, mappings);
+  else
+    HW_CHECK(ncclMemFree(data));
 }
 
 std::string why_out_of_reach(const Channel& channel) {

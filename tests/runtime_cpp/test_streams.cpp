@@ -337,3 +337,20 @@ TEST(a_rank_that_blocks_outside_the_device_is_named) {
   });
   EXPECT_IN("rank 0 has the turn, but has not called the device", error);
 }
+
+TEST(an_exception_in_one_piece_of_a_kernel_is_the_error_of_the_kernel) {
+  hw_cpu_config config = config_of(HW_CPU_PARALLEL, 1);
+  config.workers = 4;
+  for (int i = 0; i < 20; ++i) {
+    configure(config);
+    const std::string error = run_ranks(1, [](int) {
+      const Stream stream;
+      const auto kernel = [](void*) {
+        hw_cpu_split(64, [](void*, std::size_t piece) { piece == 3 ? throw Failure("piece 3 has failed") : void(); }, nullptr);
+      };
+      OK(hw_cpu_launch("split", stream, kernel, nullptr, 0, nullptr, 0));
+      OK(cudaStreamSynchronize(stream));
+    });
+    EXPECT_IN("split: piece 3 has failed", error);
+  }
+}

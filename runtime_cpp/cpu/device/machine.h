@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -181,6 +182,7 @@ class Machine {
     const RunPiece& run;
     std::size_t count, piece;
     std::size_t next = 0, running = 0;
+    std::exception_ptr error = nullptr;  // thrown by a piece; the pieces after it do not run
   };
 
   Machine();

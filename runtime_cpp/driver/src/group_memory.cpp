@@ -24,8 +24,10 @@ std::string GroupMemory::connect(Member& member, const ncclUniqueId& id, double 
   return why_out_of_reach(rank.channel(kGroup, kRank, rank.size(), Transport::peer));
 }
 
-GroupMemory::GroupMemory(Member& member, size_t bytes)
-    : member_(member), channel_(member.rank().channel(kGroup, kRank, member.rank().size(), Transport::peer)) {
+GroupMemory::GroupMemory(Member& member)
+    : member_(member), channel_(member.rank().channel(kGroup, kRank, member.rank().size(), Transport::peer)) {}
+
+GroupMemory::GroupMemory(Member& member, size_t bytes) : GroupMemory(member) {  // After an error, the destructor runs.
   const Member::Use use(member);
   const size_t total = whole_pieces(bytes);
   data_ = allocate_window(&channel_, total);
@@ -34,6 +36,7 @@ GroupMemory::GroupMemory(Member& member, size_t bytes)
 }
 
 GroupMemory::~GroupMemory() {
+  if (!data_) return;
   try {
     const Member::Use use(member_);
     member_.rank().unshare(static_cast<char*>(data_));

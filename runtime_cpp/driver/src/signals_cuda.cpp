@@ -82,7 +82,11 @@ void give(const std::vector<Signals>& signals) {
 void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
 #ifdef HOSTWEAVE_FINDS_SIGNALS
   static auto* const range_of = driver_function<CUresult(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange_v2");
-  if (process_group.size < 2 || !range_of || !ncclWaitSignal) return;
+  {
+    const std::lock_guard lock(known_mutex);
+    if (const auto closed = known().extract(comm)) (void)cudaStreamDestroy(closed.mapped().stream);
+  }
+  if (process_group.transport != Transport::one_sided || process_group.size < 2 || !range_of || !ncclWaitSignal) return;
   Signals found;
   int least = 0, greatest = 0;
   HW_CHECK(cudaGetDevice(&found.device));
@@ -99,7 +103,10 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   if (graph) cudaGraphDestroy(graph);
   cudaGetLastError();
   CUdeviceptr begin = 0;
-  if (!address || range_of(&begin, &found.bytes, address) != CUDA_SUCCESS) return;
+  if (!address || range_of(&begin, &found.bytes, address) != CUDA_SUCCESS) {
+    (void)cudaStreamDestroy(found.stream);
+    return;
+  }
   found.data = reinterpret_cast<void*>(begin);
   const std::lock_guard lock(known_mutex);
   known()[comm] = found;

@@ -50,8 +50,8 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
 // Aborts communicators. Their device must be current. Ends the waits of streams for peers, but waits for
 // signals of NCCL only with NCCL 2.32 or later.
 void abort(const std::vector<ncclComm_t>& comms);
-// On CUDA: finds the signals that NCCL's one-sided calls of a new communicator wait for, so that `abort` can set the signals. The
-// device of the communicator must be current.
+// On CUDA: finds the signals that NCCL's one-sided calls of a new communicator wait for, so that `abort` can set the signals.
+// Forgets the signals of a closed communicator with the same address. The device of the communicator must be current.
 void find_signals(ncclComm_t comm, const ProcessGroup& process_group);
 // Called at the end of a call. Waits for the device on the CPU target. Does nothing on CUDA.
 void finish();

@@ -117,7 +117,7 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
   }
   const ncclResult_t ncclCommInitRank = making->result;
   HW_CHECK(ncclCommInitRank);
-  if (process_group.transport == Transport::one_sided) find_signals(making->comm, process_group);
+  find_signals(making->comm, process_group);
   return making->comm;
 }
 

@@ -48,7 +48,8 @@ class PeerGroup {
   // Allocates memory that the other ranks can map.
   void* allocate(size_t bytes);
   // Collective: maps the memory of all ranks. Each rank passes memory that its `allocate` returned. All sizes must be equal.
-  Mapping map(void* data, size_t bytes);
+  // After an error, `free` still needs `mapping`.
+  void map(void* data, size_t bytes, Mapping& mapping);
   // Unmaps the memory of the peers without waiting. Frees `data` in this or a later call of `map` or `free`, once no peer maps
   // `data`. After an abort, frees `data` some seconds later even if a peer still maps `data`.
   static void free(void* data, const std::vector<Mapping>& mappings);

@@ -27,6 +27,8 @@ class GroupMemory {
   void* data() const { return data_; }
 
  private:
+  explicit GroupMemory(Member& member);
+
   Member& member_;
   const Channel& channel_;
   void* data_ = nullptr;
