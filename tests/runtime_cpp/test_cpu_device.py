@@ -11,7 +11,7 @@ import pytest
 from cuda_here import needs_cuda
 
 from hostweave.base.paths import NATIVE, RUNTIME
-from hostweave.build.cache import get_or_make
+from hostweave.build.cache import get_or_make, name_of, stamp_of
 from hostweave.build.toolchain import require_native
 
 CPU = RUNTIME / "cpu"
@@ -79,8 +79,8 @@ def build_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    """The device and its test programs, which are built once in the cache of the session."""
-    return Device(get_or_make("cpu_device", build_all))
+    """The device and its test programs, which are built once for the sources in this folder."""
+    return Device(get_or_make(name_of("cpu_device", stamp_of(HERE)), build_all))
 
 
 @pytest.mark.parametrize("suite", SUITES)
