@@ -3,8 +3,8 @@
 import ctypes
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,8 @@ _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # target -> XLA platform
 _LIBRARY = "libhostweave_jax.so"
 
 
-@dataclass(frozen=True, eq=False)
-class _CustomCall:
-    """One custom call in a traced function."""
-
-    program: Program
-    group: Group
-    inputs: ArgumentTypes
-    outputs: ArgumentTypes
-    device: int
-
-    def run(self, addresses: Any, stream: int | None) -> None:
-        arguments = (*self.inputs, *self.outputs)
-        buffers = [ForeignBuffer(addresses[i] or 0, *argument, self.device) for i, argument in enumerate(arguments)]
-        out = buffers[len(self.inputs) :]
-        on = None if self.device == CPU_DEVICE else stream or 0
-        self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)
-
-
-_calls: list[_CustomCall] = []  # kept, because compiled functions refer to calls by index
+# Custom calls of traced functions, with the addresses and the stream as parameters. Compiled functions refer to them by index.
+_calls: list[Callable[[Any, int | None], None]] = []
 _calls_lock = reset_after_fork(threading.Lock())
 
 
@@ -71,7 +54,7 @@ def jax_call(program: Program) -> Callable[..., Any]:
         with _calls_lock:
             key = call_indices.setdefault((group, input_types), len(_calls))
             if key == len(_calls):
-                _calls.append(_CustomCall(program, group, input_types, output_types, _device(jax, program)))
+                _calls.append(partial(_call, program, group, input_types, output_types, _device(jax, program)))
         types = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in output_types]
         target = _register(jax, program.target.name)
         call = jax.ffi.ffi_call(target, types if len(types) > 1 else types[0], has_side_effect=True)
@@ -80,6 +63,14 @@ def jax_call(program: Program) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = name
     return function
+
+
+def _call(
+    program: Program, group: Group, inputs: ArgumentTypes, outputs: ArgumentTypes, device: int, addresses: Any, stream: int | None
+) -> None:
+    buffers = [ForeignBuffer(addresses[i] or 0, *argument, device) for i, argument in enumerate((*inputs, *outputs))]
+    out, on = buffers[len(inputs) :], None if device == CPU_DEVICE else stream or 0
+    program(*buffers[: len(inputs)], out=out if len(out) > 1 else out[0], stream=on, group=group)
 
 
 def _group(name: str) -> Group:
@@ -125,7 +116,7 @@ def _device(jax: Any, program: Program) -> int:
 def _run(key: int, addresses: Any, stream: int | None, problem: int, size: int) -> int:
     """Runs a call. Threads of XLA call this function."""
     try:
-        _calls[key].run(addresses, stream)
+        _calls[key](addresses, stream)
         return 0
     except BaseException as error:
         text = reason_of(error).encode()[: size - 1] + b"\0"
