@@ -376,7 +376,7 @@ void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
     return status ? status : one_batch(plan, memory, memory, memory, stream, end);
   };
   cublasStatus_t status = run_at(scratch);
-  if (status == CUBLAS_STATUS_SUCCESS && !plan.aligned_only) status = run_at(scratch + size_of(operands_));
+  if (status == CUBLAS_STATUS_SUCCESS && !plan.aligned_only) status = run_at(scratch + size);
   const cudaError_t finished = cudaStreamSynchronize(stream);
   HW_CHECK(status);
   HW_CHECK(finished);
@@ -434,7 +434,8 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
     address |= reinterpret_cast<uintptr_t>(operand);
   const bool aligned = address % kAlignment == 0;
   if (!aligned && plan.aligned_only) [[unlikely]]
-    return CUBLAS_STATUS_NOT_SUPPORTED;
+    throw ExecutionError("cuBLASLt multiplies 8-bit floats only at addresses that are multiples of " +
+                         std::to_string(kAlignment) + " bytes; slice operands and results at such multiples");
   if (has_bias()) {  // The bias pointer is a part of the description.
     const cublasStatus_t status = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     if (status != CUBLAS_STATUS_SUCCESS) return status;

@@ -431,6 +431,21 @@ def test_nvrtc_finds_the_kernels_of_every_dtype(dtype: Any, tmp_path: Path) -> N
         assert unit.name.encode() in replace(found.kernel_compiler, arch="sm_90").compile(unit, tmp_path)
 
 
+@needs_cuda
+@pytest.mark.parametrize("dtype", [hw.f32, hw.bf16, hw.f64], ids=str)
+def test_nvrtc_compiles_all_constants(dtype: Any, tmp_path: Path) -> None:
+    @hw.fusion(x=dtype[64])
+    def constants(x):
+        for value in (float("nan"), float("inf"), 1e300, -1e39, 1e-46, -1e-300, 3.4e38, 1e-40):
+            x = hw.where(x > value, x, hw.pad(x, (1, 1), value=value)[1:65])
+        return x
+
+    found = find_target("cuda").toolchain().kernel_compiler
+    assert isinstance(found, Nvrtc)
+    for unit in units_of(hw.compile(constants, "cuda").sources["kernels.cu"]):
+        assert unit.name.encode() in replace(found, arch="sm_90").compile(unit, tmp_path)
+
+
 def test_the_kernels_of_a_file_that_was_edited_stay_together() -> None:
     kernels = hw.compile(hw.fusion(x=hw.f32["M", 8])(lambda x: (hw.sum(x, 0), hw.sum(x, 1))), "cuda").sources["kernels.cu"]
     assert [unit.name for unit in units_of(kernels)] == ["sum_x_kernel", "sum_x_2_kernel"]

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 DTYPES = ("f32", "bf16", "f16", "f64", "i32", "i64", "u8", "i8")
 TORCH_DTYPES = dict(zip(DTYPES, ("float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8", "int8"), strict=True))
 SHAPES = ((3, 1), (5, 7), (300, 33), (2, 2048), (2, 2049), (3, 5000), (2, 40_000))
-KINDS = ("random", "ties", "nan", "same")
+KINDS = ("random", "ties", "nan", "same", "positive")  # In positive integers, most digits of all keys are equal.
 LARGE = 40_000  # elements of a row that takes long to sort completely
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -28,7 +28,7 @@ def rows(dtype: str, shape: tuple[int, int], kind: str) -> Any:
     x = rng.standard_normal(shape) * (0 if kind == "same" else 2)
     some = rng.random(shape) < 0.1
     if not dtype.startswith(("f", "b")):
-        x = abs(x) if dtype == "u8" else x
+        x = abs(x) if dtype == "u8" or kind == "positive" else x
         return torch.from_numpy(x * (2 if kind == "ties" else 40)).to(getattr(torch, TORCH_DTYPES[dtype]))
     x = np.where(some, -0.0, np.round(x)) if kind == "ties" else np.where(some, np.nan, x) if kind == "nan" else x
     return torch.from_numpy(x).to(getattr(torch, TORCH_DTYPES[dtype]))

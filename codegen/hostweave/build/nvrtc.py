@@ -34,7 +34,11 @@ def _integers() -> str:
 
 
 # Texts of headers. NVRTC has no standard headers. The text of kernels.h is empty, because the real file includes headers for the host.
-_HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
+_HEADERS = {
+    "kernels.h": "",
+    "cmath": "#define INFINITY __int_as_float(0x7f800000)\n#define NAN __int_as_float(0x7fffffff)",
+    "cstdint": _integers(),
+}
 _FLOATS_OF_8_BITS = "hostweave/f8.h"  # parsing this header takes as long as parsing all other headers
 _INSTANCES = "// Each paragraph below is compiled separately.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'

@@ -91,8 +91,9 @@ def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None
     return b.permute(blocks, (dim, *(i for i in range(len(b.types[blocks].shape)) if i != dim)), f"{full}_by_rank")
 
 
-def contiguous_source(b: Builder, src: str, iteration: LoopIteration | None) -> str:
-    return src if b.is_contiguous(src) else copied(b, src, iteration)
+def contiguous_source(b: Builder, src: str, iteration: LoopIteration | None, alignment: int = 1) -> str:
+    """`src` if it is contiguous and begins at a multiple of `alignment` elements, otherwise a copy."""
+    return src if b.is_contiguous(src) and b.begins_at(src, alignment) else copied(b, src, iteration)
 
 
 def copied(b: Builder, src: str, iteration: LoopIteration | None) -> str:
@@ -102,9 +103,9 @@ def copied(b: Builder, src: str, iteration: LoopIteration | None) -> str:
 
 
 @contextmanager
-def packed_destination(b: Builder, dst: str, iteration: LoopIteration | None) -> Iterator[str]:
-    """Yields `dst` if it is contiguous, otherwise contiguous memory that is copied to `dst` on exit."""
-    if b.is_contiguous(dst):
+def packed_destination(b: Builder, dst: str, iteration: LoopIteration | None, alignment: int = 1) -> Iterator[str]:
+    """Yields `dst` if it is contiguous and begins at a multiple of `alignment` elements, otherwise memory that is copied to it on exit."""
+    if b.is_contiguous(dst) and b.begins_at(dst, alignment):
         yield dst
         return
     packed = temporary(b, dst, iteration)

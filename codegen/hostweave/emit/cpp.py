@@ -42,6 +42,10 @@ def quoted(text: str) -> str:
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
+# Numbers that f32 rounds to 0 and to infinity.
+_LARGEST_ZERO, _LEAST_INFINITY = 2.0**-150, 2.0**128 - 2.0**103
+
+
 def number(value: float, dtype: DType) -> str:
     """C++ of a constant of a dtype, for use in the compute type."""
     if dtype.kind == "bool":
@@ -50,7 +54,9 @@ def number(value: float, dtype: DType) -> str:
         return "INT64_MIN" if value == -(2**63) else f"{int(value)}{'u' if value >= 2**63 else ''}"
     if math.isnan(value):
         return Word("NAN")
-    if math.isinf(value):
+    if dtype.name != "f64" and abs(value) <= _LARGEST_ZERO:  # Compilers reject literals that f32 cannot represent.
+        value = math.copysign(0, value)
+    if math.isinf(value) or (dtype.name != "f64" and abs(value) >= _LEAST_INFINITY):
         return Word("INFINITY") if value > 0 else "-INFINITY"
     return repr(float(value)) + ("" if dtype.name == "f64" else "f")
 

@@ -8,7 +8,7 @@ from functools import partial
 from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Const, Expr, Var
+from hostweave.host_ir.expr import Const, Expr, Var, divisor_of
 from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.transports.transport import COLLECTIVES, MESSAGES, Transport, find_transport, first_carrying
 from hostweave.types.mesh import Mesh
@@ -301,6 +301,15 @@ class Builder:
 
     def is_contiguous(self, name: str) -> bool:
         return self.types[name].strides is None
+
+    def begins_at(self, name: str, multiple: int) -> bool:
+        """False if a buffer may begin elsewhere than at a multiple of `multiple` elements in its memory. Offsets in units of a symbolic
+        size count as multiples."""
+        if (view := self._view_of.get(name)) is None:
+            return True
+        stride = view.stride(self.types[view.src])
+        is_multiple = not stride.is_int or int(stride) * divisor_of(view.offset) % multiple == 0
+        return is_multiple and all(self.begins_at(source, multiple) for source in tree.names(view, "alias"))
 
     def _visible_views(self) -> Iterator[dict[tree.Instruction, str]]:
         for scope in self._scopes:

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from math import gcd
 from typing import Any, ClassVar
 
 from hostweave.types.mesh import Mesh
@@ -126,6 +127,18 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
     if (op == "%" and right == Const(1)) or (op == "*" and Const(0) in (left, right)):
         return Const(0)
     return Binary(op, left, right)
+
+
+def divisor_of(expr: Expr) -> int:
+    """A number that divides all values of an expression."""
+    match expr:
+        case Const(value):
+            return value
+        case Binary("*", left, right):
+            return divisor_of(left) * divisor_of(right)
+        case Binary("+" | "-", left, right):
+            return gcd(divisor_of(left), divisor_of(right))
+    return 1
 
 
 Range = tuple[int | None, int | None]  # lower and upper bound; None if unknown

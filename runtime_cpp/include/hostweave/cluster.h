@@ -32,7 +32,6 @@ struct Cluster {
   // Address of the variable `here` of block `rank`. The variable is in shared memory.
   template <class T>
   __device__ static unsigned address(int rank, const T& here) {
-    static_assert(sizeof(T) == 4);
     unsigned there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                  : "=r"(there)
@@ -42,11 +41,18 @@ struct Cluster {
   // `give` writes `value` to the variable `here` of block `rank`. `of` reads the variable.
   template <class T>
   __device__ static void give(int rank, const T& here, T value) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address(rank, here)), "r"(__builtin_bit_cast(unsigned, value))
-                 : "memory");
+    struct Words {
+      unsigned words[sizeof(T) / 4];
+    };
+    const auto from = __builtin_bit_cast(Words, value);
+    const unsigned to = address(rank, here);
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(T) / 4; ++i)
+      asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to + 4 * i), "r"(from.words[i]) : "memory");
   }
   template <class T>
   __device__ static T of(int rank, const T& here) {
+    static_assert(sizeof(T) == 4);
     unsigned value;
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address(rank, here)) : "memory");
     return __builtin_bit_cast(T, value);

@@ -247,7 +247,9 @@ __device__ void order_long(BlockFibers block, Fiber<T> x, int64_t* order, uint64
       add_counts([&](int other, int d) { return Cluster::of(other, counts[d]); });
     }
     Team::meet();  // All blocks have read the counts.
-    if (!is_needed) continue;
+    const bool skips = !is_needed;
+    block.sync();  // All threads have read `is_needed`.
+    if (skips) continue;
     sum_before(block, begins, kDigits);
     for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];
     block.sync();

@@ -268,3 +268,21 @@ def test_kernels_of_blocks_compile_for_gpus(arch: str, ranks: int, tmp_path: Pat
     assert len(units) == 4
     for unit in units:
         assert unit.name.encode() in replace(found, arch=arch).compile(unit, tmp_path)
+
+
+@needs_cuda
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_every_reduction_of_an_all_reduced_row_compiles_for_gpus(ranks: int, tmp_path: Path) -> None:
+    """Blocks of a cluster exchange accumulators of 4 to 16 bytes: floats, integers, and elements with their indices."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16[4, "K@x"], w=hw.bf16["K@x", 2048 * ranks])
+    def heads(x, w):
+        y = hw.reshard(x @ w, 4, 2048 * ranks)
+        return hw.argmax(y, -1), hw.sum(hw.astype(y > 0, hw.i32), -1), hw.max(y, -1), hw.any(y > 1, -1)
+
+    found = find_target("cuda").toolchain().kernel_compiler
+    assert isinstance(found, Nvrtc)
+    units = units_of(hw.compile(heads, "cuda", options=Options(machine=H200)).sources["kernels.cu"])
+    assert any("hw::Terms<" in unit.text for unit in units)
+    for unit in units:
+        assert unit.name.encode() in replace(found, arch="sm_90").compile(unit, tmp_path)

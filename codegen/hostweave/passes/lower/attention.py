@@ -122,7 +122,7 @@ class Attentions:
                     return self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[like].dtype, self.b.types[like].shape))
                 whole = own(self.buffers.buffer_of(made[kind].result.name))
                 is_left = self.is_aligned(whole, alignment) and not is_packed
-                return whole if is_left else copies.enter_context(packed_destination(self.b, whole, None))
+                return whole if is_left else copies.enter_context(packed_destination(self.b, whole, None, alignment))
 
             if op.kind in GRADIENTS:
                 q, k, v, o, gradient = map(self.source, operands[:5])
@@ -145,12 +145,13 @@ class Attentions:
         return self.aligned(self.buffers.buffer_of(name), None, alignment)
 
     def aligned(self, buffer: str, iteration: LoopIteration | None, alignment: int = ALIGNMENT) -> str:
-        return buffer if self.is_aligned(buffer, alignment) else contiguous_source(self.b, buffer, iteration)
+        return buffer if self.is_aligned(buffer, alignment) else contiguous_source(self.b, buffer, iteration, alignment)
 
     def is_aligned(self, buffer: str, alignment: int = ALIGNMENT) -> bool:
         """True if each row is contiguous, and rows of 16-bit elements begin at multiples of `alignment` elements."""
         *outer, last = strides_of(self.b.types[buffer])
-        return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % alignment == 0 for stride in outer))
+        are_aligned = all(stride.coefficient % alignment == 0 for stride in outer) and self.b.begins_at(buffer, alignment)
+        return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or are_aligned)
 
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """Last column that a row sees, minus the index of the row. None without a causal mask.

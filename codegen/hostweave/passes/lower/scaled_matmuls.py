@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from hostweave.analysis.alignment import ALIGNMENT_BYTES
 from hostweave.communication.algorithm import Lowering
 from hostweave.communication.dataflow import LoopIteration, expr_of
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, per_iteration
@@ -27,7 +28,7 @@ from hostweave.host_ir.expr import Binary, Const
 from hostweave.host_ir.rules.computing import PADDED, lies_along
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType, Dim, DType, TensorType, f8e4m3, f16, f32
+from hostweave.types.tensor import BufferType, Dim, DType, TensorType, f8e4m3, f16, f32, strides_of
 
 Operands = tuple[str, str, str, str]  # a, b, scales of a, scales of b
 ScaledMatrix = tuple[str, str]  # a matrix and its scales
@@ -60,10 +61,10 @@ class ScaledMatmuls:
 
         def direct(accumulates: bool, into: str | None = None) -> None:
             of_a = self.by_rows(a, iteration), self.scale(scale_a, a, has_blocks, iteration)
-            if accumulates or lies_along(self.b.types[target], 1):  # The verifier rejects accumulation onto rows that are not contiguous.
+            if accumulates or self.is_aligned(target):  # The verifier rejects accumulation onto rows that are not contiguous.
                 self.matmul(of_a, of_b, target, accumulates, into)
                 return
-            with packed_destination(self.b, target, iteration) as packed:
+            with packed_destination(self.b, target, iteration, self.multiple(target)) as packed:
                 self.matmul(of_a, of_b, packed, False)
 
         multiply: Callable[[bool, str | None], None] = direct
@@ -114,10 +115,22 @@ class ScaledMatmuls:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
 
     def by_rows(self, name: str, iteration: LoopIteration | None) -> str:
-        """The matrix, or a copy with contiguous rows."""
-        if lies_along(self.b.types[name], 1):
+        """The matrix, or an aligned copy."""
+        if self.is_aligned(name):
             return name
         return self.copied(name, per_iteration(self.b, f"{name}_by_rows", self.b.types[name], iteration))
+
+    def is_aligned(self, name: str) -> bool:
+        """False if rows of a matrix are not contiguous, or may begin at an address that is not a multiple of 16 bytes. Symbolic sizes count
+        as multiples."""
+        type, multiple = self.b.types[name], self.multiple(name)
+        pitch = strides_of(type)[0]
+        is_pitched = type.shape[0] != ONE and pitch.is_int and int(pitch) % multiple > 0
+        return lies_along(type, 1) and not is_pitched and self.b.begins_at(name, multiple)
+
+    def multiple(self, name: str) -> int:
+        """Number of elements in the bytes to which cuBLASLt needs rows to be aligned."""
+        return ALIGNMENT_BYTES // self.b.types[name].dtype.itemsize
 
     def scale(self, name: str, scaled: str, has_blocks: bool, iteration: LoopIteration | None) -> str:
         """Scales [R, C] of a matrix [M, K] in the layout of cuBLASLt: the scales themselves, or a copy. A vector of scales is contiguous.
