@@ -36,7 +36,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     plan_matmul_w_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
     hw::MemoryPlan memory;
     memory.allocate_window(y_landing_, M / 4 * 3 * N);
-    memory.allocate_window(matmul_w_, M * N);
+    memory.allocate(matmul_w_, M * N);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
