@@ -16,7 +16,7 @@ Program::Program(hw::Rank& rank)
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(concat_y_kv));
   HW_CHECK(hw::load(fill_y_lse));
-  HW_CHECK(hw::load(fused_y_sums_y_weights));
+  HW_CHECK(hw::load(fused_y_weights_y_sums));
   HW_CHECK(hw::load(fused_y));
 }
 
@@ -117,7 +117,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   }
   HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_sums_y_weights, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_sums_, y_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y_weights_y_sums, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_lse_, y_sums_, S));
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, y_sums_, y_lse_, y_blocks_, y, S));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -17,7 +17,7 @@ Program::Program(hw::Rank& rank)
       arena_({&channel_cp_}) {
   HW_CHECK(hw::load(concat_y_attention_kv));
   HW_CHECK(hw::load(fill_y_attention_lse));
-  HW_CHECK(hw::load(fused_y_attention_sums_y_attention_weights));
+  HW_CHECK(hw::load(fused_y_attention_weights_y_attention_sums));
   HW_CHECK(hw::load(fused_y_attention));
 }
 
@@ -128,8 +128,8 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   }
   HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_attention_sums_y_attention_weights, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
-                          y_attention_sums_, y_attention_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y_attention_weights_y_attention_sums, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
+                          y_attention_lse_, y_attention_sums_, S));
   HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, y_attention_sums_, y_attention_lse_,
                           y_attention_blocks_, y, 2 * S));
   HW_CHECK(arena_.end_call(caller));
