@@ -49,7 +49,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // seeds.py:59  return hw.matmul(x, w).stream(0)  # streaming a sharded dim gathers it: one shard per step
+  // seeds.py:59  return hw.matmul(x, w).stream(0)  # streaming a sharded dim gathers it: one shard per iteration
   HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
