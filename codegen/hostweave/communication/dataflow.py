@@ -19,6 +19,8 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 
+NEVER = Const(0)  # a condition that is false
+
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
@@ -86,7 +88,7 @@ class LoopIteration:
     drops_dim: bool  # True if an iteration covers a single index, and the chunks lack the chunked dim
     shards: int
     owner: Expr | None = None  # in a loop by shard, the rank that owns the block
-    is_own: Expr = Const(0)  # in a loop by shard, the condition that this rank owns the block
+    is_own: Expr = NEVER  # in a loop by shard, the condition that this rank owns the block
     uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
     rows: Size | None = None  # rows of a chunk; None if the chunks divide each shard evenly
     start: int = 0

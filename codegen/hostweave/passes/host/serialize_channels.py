@@ -82,10 +82,10 @@ class _Turns:
         return tuple(result)
 
     def without_first_wait(self, loop: tree.Instruction) -> tree.Body:
-        """Removes the wait of the first iteration. If the wait is under a condition or in an inner loop, or if there may be no iteration,
-        instead records the event before the loop, because each wait needs a record."""
+        """Removes the wait of the first iteration. Instead records the event before the loop if the wait is under a condition or in an
+        inner loop, or if there may be no iteration. Each wait needs a record."""
         inside = [inner for i in tree.bodies(loop)[0] for inner in (tree.bodies(i)[0] if tree.names(i, "stream") else (i,))]
-        wait = next(i for i in tree.walk((loop,)) if isinstance(i, ir.Wait) and i.event == self.event)
+        wait = next(i for i in tree.walk((loop,)) if self.event in tree.names(i, "wait"))
         if loop.trips is None or not loop.trips.is_int or not any(i is wait for i in inside):
             return (ir.Record(self.event, Const(0)), loop)
         (index,) = tree.names(loop, "index")
