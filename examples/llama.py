@@ -77,7 +77,8 @@ def llama_layer(c, decode):
         attended = hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, lengths=lengths)
         h = x + hw.linear(hw.reshape(hw.permute_dims(attended, (2, 0, 1, 3)), S, "B", H * D), o_proj)
         n = hw.rms_norm(h, post_attention_layernorm, eps=eps)
-        return h + hw.linear(hw.silu(hw.linear(n, gate_proj)) * hw.linear(n, up_proj), down_proj), keys, values
+        y = h + hw.linear(hw.silu(hw.linear(n, gate_proj)) * hw.linear(n, up_proj), down_proj)
+        return y, keys, values
 
     weights = {short(name): type for name, type in layer_weights(c).items()}
     return hw.block(donate={"keys": 1, "values": 2}, keys=cache_of(c), values=cache_of(c), **weights, **inputs)(layer)

@@ -38,7 +38,7 @@ def matmul_n(x, w):
 
 @hw.fusion(mesh=mesh, x=dtype["B", "M", "K"], w=dtype["K", "N"])
 def matmul_batch(x, w):
-    return hw.matmul(x, w).stream("B")  # without chunks: one step per index
+    return hw.matmul(x, w).stream("B")  # without chunks: one iteration per index
 
 
 @hw.fusion(mesh=mesh, x=dtype["M", "N"])

@@ -172,14 +172,14 @@ def test_inspect_memory(capsys: Captured) -> None:
     assert out.endswith(
         """
    7        %x_gathered = allocate bf16[m, K]
-   8        if %p != rank.x {
+   8        if %i != 0 {
    9          group {
   10            recv %x_gathered from %p on x
   11            send %x_i to (rank.x - %i) % 4 on x
   12          }
   13        }
   14        %y_i = select %y[0: %p]
-  15        %x_chunk = choose %x_i if %p == rank.x else %x_gathered
+  15        %x_chunk = choose %x_i if %i == 0 else %x_gathered
   16        matmul %x_chunk, %w -> %y_i
   17      }
   18    }

@@ -23,6 +23,11 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         {"x": hw.f32["M", "N"]},
         ["+ walk 0: reduce %sum_x; store %multiply_x_2"],
     ),
+    "a result that depends on an earlier reduction only": (
+        lambda x: (e := hw.exp(x - hw.max(x, 1, keepdims=True)), hw.sum(e, 1)),
+        {"x": hw.f32["M", "N"]},
+        ["+ walk 0: reduce %max_x", "+ walk 1: reduce %sum_e; store %e"],
+    ),
     "pointwise": (lambda x: hw.exp(x), {"x": hw.f32["M", "N"]}, []),
 }
 

@@ -138,7 +138,7 @@ def test_each_body_has_separate_events() -> None:
         )
     )
     host = lower(Fusion.parse(text), Options())
-    assert [(pool.name, pool.count) for pool in host.events] == [("arrived", 2), ("arrived_2", 2), ("arrived_3", 2)]
+    assert [(pool.name, pool.count) for pool in host.events] == [("arrived", 1), ("arrived_2", 1), ("arrived_3", 1)]
     assert [pool.name for pool in host.streams] == ["loop"]
     assert HostProgram.parse(str(host)) == host
 

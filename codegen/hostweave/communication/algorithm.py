@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Expr, Var
+from hostweave.host_ir.expr import Expr, Var, opposite
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
@@ -97,6 +97,10 @@ class Lowering:
         """Owner of the block that this rank processes in an iteration of a loop by shard. The blocks of all ranks have different owners."""
         name, shift = ("q", 1) if OPS[self.op.kind].reduces_to_blocks else ("p", 0)
         return Var(self.b.let(name, (self.rank + shift + iteration.distance) % iteration.shards))
+
+    def is_own(self, iteration: LoopIteration) -> Expr:
+        """Condition that `owner` returns this rank. The rotation gives the condition, which is the same on all ranks."""
+        return opposite(iteration.precedes_last_shard) if OPS[self.op.kind].reduces_to_blocks else iteration.distance.equals(0)
 
     def moves(self, iteration: LoopIteration) -> list[tuple[str, str]]:
         """Source and destination of each op in an iteration."""

@@ -13,6 +13,9 @@ class _Broadcast(Lowering):
         """Owner of the iteration's block, which is the same block on all ranks."""
         return iteration.index // expr_of(iteration.subchunks)
 
+    def is_own(self, iteration: LoopIteration) -> Expr:
+        return self.owner(iteration).equals(self.rank)
+
     def in_iteration(self, iteration: LoopIteration) -> None:
         b = self.b
         for source, target in self.moves(iteration):
@@ -28,7 +31,7 @@ class _Reduce(_Broadcast):
         arriving = temporary(b, target, iteration) if is_packed else target
         b.emit(ir.Reduce(contiguous_source(b, source, iteration), arriving, self.reduction.op, iteration.owned_by, b.channel(self.axes)))
         if is_packed:
-            branch(b, iteration.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(arriving, target)))
+            branch(b, iteration.is_own, lambda: b.emit(ir.Copy(arriving, target)))
 
 
 BROADCAST = Algorithm("broadcast", "all_gather", ((COLLECTIVES, _Broadcast),))

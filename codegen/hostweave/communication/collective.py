@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from hostweave.communication.dataflow import Dataflow, LoopIteration, Values, dim_of_chunk, rank_in_group
+from hostweave.communication.dataflow import Dataflow, LoopIteration, Values, dim_of_chunk
 from hostweave.communication.library_collectives import collectives_on
 from hostweave.communication.packing import (
     Shards,
@@ -135,10 +135,9 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
     gather(b, src, landing, shards, None, wants_own=False)
 
 
-def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, iteration: LoopIteration) -> str:
+def take_shard(b: Builder, values: Values, op: Op, iteration: LoopIteration) -> str:
     """View of an iteration's shard in the buffer of `gather_apart`. If the shard is the rank's own, copies the shard to the buffer."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, iteration)
-    own = iteration.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))
-    branch(b, own, lambda: b.emit(ir.Copy(source, shard)))
+    branch(b, iteration.is_own, lambda: b.emit(ir.Copy(source, shard)))
     return shard

@@ -19,6 +19,8 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 
+NEVER = Const(0)  # a condition that is false
+
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
@@ -86,6 +88,7 @@ class LoopIteration:
     drops_dim: bool  # True if an iteration covers a single index, and the chunks lack the chunked dim
     shards: int
     owner: Expr | None = None  # in a loop by shard, the rank that owns the block
+    is_own: Expr = NEVER  # in a loop by shard, the condition that this rank owns the block
     uneven: tuple[str, ...] = ()  # sizes that ranks may split unevenly
     rows: Size | None = None  # rows of a chunk; None if the chunks divide each shard evenly
     start: int = 0
@@ -104,6 +107,11 @@ class LoopIteration:
     def distance(self) -> Expr:
         """Number of shards that earlier iterations covered, in a loop by shard."""
         return self.index // expr_of(self.subchunks)
+
+    @property
+    def precedes_last_shard(self) -> Expr:
+        """Condition that later iterations cover other shards, in a loop by shard."""
+        return self.index.less(expr_of(self.count) - expr_of(self.subchunks))
 
     @property
     def subchunk(self) -> Expr:

@@ -27,7 +27,7 @@ class _SendReceive(Lowering):
                     posted += [ir.Recv(landing, sender, channel), ir.Send(contiguous_source(b, src, iteration), receiver, channel)]
                 group(b, *posted)
 
-        branch(b, iteration.owned_by.equals(self.rank), lambda: self.copy(moves), exchange)
+        branch(b, iteration.is_own, lambda: self.copy(moves), exchange)
 
 
 class _P2pGather(_SendReceive):

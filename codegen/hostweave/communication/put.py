@@ -40,10 +40,6 @@ class _Loop(Lowering, Signals):
     def on(self, stream: str) -> AbstractContextManager[None]:
         return self.b.inside(partial(ir.OnStream, stream, Const(0)))
 
-    def others(self, iteration: LoopIteration) -> Expr:
-        """Condition that another rank owns the iteration's block."""
-        return opposite(iteration.owned_by.equals(self.rank))
-
     def chunk_shape(self, name: str) -> tuple[Size, ...]:
         return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
 
@@ -126,7 +122,7 @@ class PutGather(_Loop):
                         self.wait_for(self.sender(iteration), landed, "written")
                 b.emit(ir.Record(self.arrived, iteration.index))
 
-        branch(b, self.others(iteration), arrive)
+        branch(b, opposite(iteration.is_own), arrive)
 
     def read(self, shard: str, iteration: LoopIteration) -> None:
         """Emits a get of a chunk of each value. Before the first chunk of a shard, emits a wait until the shard is ready."""
@@ -146,7 +142,7 @@ class PutGather(_Loop):
             pairs = zip(self.all, moves, strict=True)
             self.copy([(self.landed(one, iteration), target) for one, (_, target) in pairs if not one.is_in_place])
 
-        branch(b, iteration.owned_by.equals(self.rank), lambda: self.copy(moves), arrive)
+        branch(b, iteration.is_own, lambda: self.copy(moves), arrive)
 
     def end(self) -> None:
         if self.shard:
@@ -174,7 +170,7 @@ class _PutScatter(_Loop):
 
     def in_iteration(self, iteration: LoopIteration) -> None:
         """Records an event after the computation of a term for another rank."""
-        branch(self.b, self.others(iteration), lambda: self.b.emit(ir.Record(self.computed, iteration.index)))
+        branch(self.b, opposite(iteration.is_own), lambda: self.b.emit(ir.Record(self.computed, iteration.index)))
 
     def after_iteration(self, iteration: LoopIteration) -> None:
         b = self.b
@@ -190,7 +186,7 @@ class _PutScatter(_Loop):
                 target = b.select(target, 0, iteration.subchunk, f"{self.landing}_{iteration.index.name}")
                 b.emit(ir.Put(source, target, iteration.owned_by, SIGNAL, self.channel))
 
-        branch(b, self.others(iteration), put)
+        branch(b, opposite(iteration.is_own), put)
 
     def end(self) -> None:
         with self.on(PEER_COPIES):

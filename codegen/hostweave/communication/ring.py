@@ -35,11 +35,7 @@ class _ForwardingRing(_Ring):
             self.exchange([(src, self.next_chunk(name, iteration)) for src, name in chunks])
             self.b.emit(ir.Record(event, iteration.index))
 
-        branch(self.b, self.is_forwarded(iteration), exchange)
-
-    def is_forwarded(self, iteration: LoopIteration) -> Expr:
-        """Condition that the iteration's chunk is not of the last shard."""
-        return iteration.index.less(expr_of(iteration.count) - expr_of(iteration.subchunks))
+        branch(self.b, iteration.precedes_last_shard, exchange)
 
     def exchange(self, chunks: Sequence[tuple[str, str]]) -> None:
         """Emits, for each pair, a send of the first buffer to the next rank, and a receive into the second buffer."""
@@ -65,7 +61,7 @@ class _ForwardingRing(_Ring):
         if not iteration.count.is_int:
             why = "a ring needs a number of iterations that is known at compile time: give chunks="
             raise ProgramError(f"{self.op.kind}: {why}", self.op.location)
-        event = self.b.new_events("arrived", int(iteration.count))
+        event = self.b.new_events("arrived", int(iteration.count - iteration.subchunks))
 
         def wait() -> None:
             self.b.emit(ir.Wait(event, iteration.index - expr_of(iteration.subchunks)))
@@ -111,7 +107,7 @@ class _RingReduceScatter(_ForwardingRing):
         def add() -> None:
             branch(
                 self.b,
-                self.is_forwarded(iteration),
+                iteration.precedes_last_shard,
                 partial(multiply, True, None),
                 lambda: multiply(True, self.values.destination(self.op, iteration)),
             )

@@ -47,11 +47,14 @@ def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instructio
 
 
 def with_windows(b: Builder) -> tree.Body:
-    """Moves memory into windows if peers access it, or if a put reads it. All ranks allocate each window, even if only an `on` body uses
-    it."""
+    """Moves memory into windows if peers access it, or if a put needs a registered source. All ranks allocate each window, even if only an
+    `on` body uses it."""
     body = b.body()
-    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
-    roots = roots_of(body, named)
+
+    def in_window(i: ir.OneSided) -> tuple[str, ...]:
+        return tree.names(i, "read" if b.channels[i.channel].transport.puts_from_windows else "remote_read", "remote_write")
+
+    roots = roots_of(body, (name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in in_window(i)))
     on_some: list[tree.Instruction] = []
     made: set[tree.Instruction] = set()
 

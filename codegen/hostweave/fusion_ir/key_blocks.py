@@ -19,8 +19,8 @@ class BlockWriter(OpRewriter):
 
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        # log-sum-exps -> three values: the maximum, the shift, and the sum of exp(lse - shift), at least 1
-        self.sums: dict[str, tuple[str, str, str]] = {}
+        # log-sum-exps -> four values: the maximum, the shift, exp(lse - shift), and the sum of these exps, at least 1
+        self.sums: dict[str, tuple[str, str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
         """Emits the merged result or, for an attention_lse, the merged log-sum-exps. `blocks` has the result of each block, and `lse` the
@@ -28,14 +28,16 @@ class BlockWriter(OpRewriter):
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST_SCORE, word="shift")
-            sums = self.make("sum", self.make("exp", self.make("subtract", lses, shift)), how=KEPT, word="sums")
-            self.sums[lses] = largest, shift, self.make("maximum", sums, 1.0)  # A row without keys would divide by 0.
-        largest, shift, sums = self.sums[lses]
+            exps = self.make("exp", self.make("subtract", lses, shift), word="weights" if lse == lses else "exp")
+            sums = self.make("sum", exps, how=KEPT, word="sums")
+            self.sums[lses] = largest, shift, exps, self.make("maximum", sums, 1.0)  # A row without keys would divide by 0.
+        largest, shift, exps, sums = self.sums[lses]
         if self.op.kind == "attention_lse":
             total = self.make("add", self.make("log", sums), largest)
             self.emit(Op("select", (total,), self.op.result, attributes(axis=0, index=0), self.op.location))
             return
-        weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift), word="weights"), sums)
+        weights = exps if lse == lses else self.make("exp", self.make("subtract", lse, shift), word="weights")
+        weights = self.make("divide", weights, sums)
         weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
         weighted = self.make("multiply", self.make("astype", blocks), weights)
         # For a block without valid keys, `join_blocks_of_keys` reads one invalid key, so the result may be NaN.

@@ -34,7 +34,7 @@ class _Scope:
 
 class Builder:
     def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transports: tuple[Transport, ...]) -> None:
-        self._program, self._channels = program, channels  # channels of the whole program, by name
+        self._program, self.channels = program, channels  # `channels`: of the whole program, by name
         self.transports = transports  # in order of preference; a channel gets the first transport that supports the channel's instructions
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
@@ -184,11 +184,11 @@ class Builder:
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:
         wanted = (mesh, axes, self.carrying(needs))
-        found = next((name for name, known in self._channels.items() if (known.mesh, known.axes, known.transport) == wanted), None)
+        found = next((name for name, known in self.channels.items() if (known.mesh, known.axes, known.transport) == wanted), None)
         if found is None:
             along = "_".join(axes)
-            found = unique_name(along if mesh == self._program else f"{along}_of_{mesh.label}", self._channels)
-            self._channels[found] = ir.Channel(found, *wanted)
+            found = unique_name(along if mesh == self._program else f"{along}_of_{mesh.label}", self.channels)
+            self.channels[found] = ir.Channel(found, *wanted)
         return found
 
     def parameter(self, name: str, type: BufferType, in_window: bool = False) -> str:

@@ -193,16 +193,17 @@ def remainder(expr: Expr, divisor: int, range: Range) -> Expr:
     """`expr % divisor`, given the range of `expr`. The operand of the result is at least 0, if the range has a lower bound.
 
     For i from 1 to 7, `(i + 7) % 8` becomes `i - 1`. For i from 0 to 7, `(i - 1) % 8` becomes `(i + 7) % 8`. For i from 0 to 1,
-    `(i + 1) % 2` becomes `1 - i`.
+    `(i + 1) % 2` becomes `1 - i`. For i from 2 to 7, `i % 2` does not change.
     """
     low, high = range
     if low is None or divisor <= 0:
         return binary("%", expr, divisor)
     if low == high:
         return Const(low % divisor)
-    if whole := low // divisor:
-        expr = _moved(expr, -whole * divisor)
-    if high is not None and high // divisor == whole:
+    whole, has_constant = low // divisor, any(isinstance(term, Const) for _, term in _terms(expr))
+    is_within = high is not None and high // divisor == whole
+    expr = _moved(expr, -whole * divisor) if whole < 0 or (whole and (is_within or has_constant)) else expr
+    if is_within:
         return expr
     match expr, range:
         case Binary("+", Var() | Coordinate() as index, Const(1)), (1, 2) if divisor == 2:

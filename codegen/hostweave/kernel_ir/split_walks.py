@@ -9,8 +9,8 @@ becomes
     walk 1: reduce %s
     walk 2: store %y
 
-An additional last walk stores results that vary along a reduced dim. If there is only one walk, and these results do not depend on
-reductions of the walk, the walk stores the results. Each walk computes the values that it needs, unless `hold_rows` holds the values.
+An additional last walk stores results that vary along a reduced dim. If these results do not depend on reductions of the last walk that
+reduces, this walk stores the results. Each walk computes the values that it needs, unless `hold_rows` holds the values.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,15 @@ def split_walks(loops: Loops, machine: Machine) -> Loops:
     space, ops = loops.space, loops.kernel.ops
     leads_to = _leads_to(ops)
     left = [op for op in ops if reduced_indices(op, space.indices)]
-    totals = {op.result.name for op in left}
     whole = tuple(name for name in loops.results if space.is_whole(name))
     walks = []
     while left:
         waiting = {op.result.name for op in left}
         ready = tuple(op for op in left if not waiting & leads_to[op.result.name])
-        is_only = len(ready) == len(totals) and not any(totals & leads_to[name] for name in whole)
+        stores = len(ready) == len(left) and not any(waiting & leads_to[name] for name in whole)
         left = [op for op in left if op not in ready]
-        walks.append(Walk(ready, whole if is_only else ()))
-        whole = () if is_only else whole
+        walks.append(Walk(ready, whole if stores else ()))
+        whole = () if stores else whole
     return replace(loops, walks=(*walks, *((Walk((), whole),) if whole else ())))
 
 

@@ -26,6 +26,7 @@ class Transport:
     holds_multiprocessors: bool = False
     is_rendezvous: bool = False  # a communication ends only after all ranks have started it
     registers_arena: bool = False  # ranks access each other's arenas, which are registered with the channel
+    puts_from_windows: bool = False  # the library puts only registered memory
     graphs_on_all_ranks: bool = False  # either all ranks run a call as a CUDA graph, or none does
     has_communicator: bool = True  # can use a communicator of the application
     since: tuple[int, ...] = ()  # first version of the library that has the transport, or ()
@@ -80,6 +81,7 @@ _TRANSPORTS = (  # preferred ones first
         template="window",
         library="NCCL",
         registers_arena=True,
+        puts_from_windows=True,
         graphs_on_all_ranks=True,
         since=(2, 29),
     ),

@@ -55,7 +55,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p != rank_x) {
+    if (i != 0) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -63,7 +63,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + p * (M / 4 * N);
-    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    const auto* x_chunk = i == 0 ? x : x_gathered;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(loop_.join(caller));

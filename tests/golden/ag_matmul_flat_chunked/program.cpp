@@ -57,7 +57,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const hw::Stream stream = loop_[i];
     const auto* x_i = x + (i % 2) * (M / 8 * K);
     auto* x_gathered = x_gathered_[i % 4];
-    if (p != rank_x) {
+    if (i >= 2) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 8 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -65,7 +65,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(ncclGroupEnd());
     }
     auto* y_i = y + (p * 2 + i % 2) * (M / 8 * N);
-    const auto* x_chunk = p == rank_x ? x_i : x_gathered;
+    const auto* x_chunk = i < 2 ? x_i : x_gathered;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(loop_.join(caller));

@@ -71,7 +71,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const int64_t p = (rank_x + i / 2) % 4;
     auto* h_i = h_ + (i % 2) * (M / 8 * K);
     auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
-    if (p != rank_x) {
+    if (i >= 2) {
       const hw::Stream stream = peer_copies_[0];
       if (i % 2 == 0) {
         HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's h_ may be read
@@ -81,11 +81,11 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = loop_[i];
-    if (p != rank_x) {
+    if (i >= 2) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
     auto* y_i = y + (p * 2 + i % 2) * (M / 8 * N);
-    auto* h_chunk = p == rank_x ? h_i : h_gathered_i;
+    auto* h_chunk = i < 2 ? h_i : h_gathered_i;
     HW_CHECK(plan_y_.multiply(h_chunk, w, y_i, stream));
   }
   {

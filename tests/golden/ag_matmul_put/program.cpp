@@ -66,7 +66,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
-    if (p != rank_x) {
+    if (i != 0) {
       const hw::Stream stream = peer_copies_[0];
       auto* x_gathered_own = x_gathered_ + rank_x * (M / 4 * K);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - i + 4) % 4, x_gathered_own), x, M / 4 * K * sizeof(hw::bf16),
@@ -76,11 +76,11 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = loop_[i];
-    if (p != rank_x) {
+    if (i != 0) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
     auto* y_i = y + p * (M / 4 * N);
-    const auto* x_chunk = p == rank_x ? x : x_gathered_i;
+    const auto* x_chunk = i == 0 ? x : x_gathered_i;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(loop_.join(caller));

@@ -63,7 +63,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
   hw::Streams loop_;              // 4 streams
-  hw::Events arrived_;            // 4 events
+  hw::Events arrived_;            // 3 events
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   hw::bf16* x_gathered_ = nullptr;  // bf16[M, K]

@@ -41,7 +41,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = loop_[i];
     auto* y_i = y + p * N;
-    if (p == rank_x) {
+    if (i == 0) {
       HW_CHECK(cudaMemcpyAsync(y_i, x, N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
     } else {
       HW_CHECK(ncclGroupStart());

@@ -69,7 +69,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p != rank_x) {
+    if (i != 0) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -78,7 +78,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     }
     // fusions_beyond_examples.py:89  h = hw.relu(biased).stream("M", chunks=D).named("h")  # The loop has no kernel.
     auto* h_i = h + p * (M / 4 * N);
-    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    const auto* x_chunk = i == 0 ? x : x_gathered;
     HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream, {.bias = b}));
   }
   // fusions_beyond_examples.py:90  s = (hw.matmul(x, w) * 0.5 + r).named("s")

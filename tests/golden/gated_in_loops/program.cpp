@@ -76,7 +76,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p != rank_x) {
+    if (i != 0) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -84,7 +84,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(ncclGroupEnd());
     }
     auto* g_i = g_ + p * (M / 4 * F_x);
-    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    const auto* x_chunk = i == 0 ? x : x_gathered;
     HW_CHECK(plan_g_and_u_.multiply(x_chunk, gate, g_i, stream));
     // fusions_beyond_examples.py:97  u = hw.matmul(x, up).stream("M", chunks=D)
     auto* u_i = u_ + p * (M / 4 * F_x);
@@ -102,9 +102,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     auto* matmul_down = matmul_down_[i];
     const int64_t sender = (rank_x - i + 3) % 4;
     auto* y_landing_i = y_landing_ + sender * (M / 4 * K);
-    auto* matmul_down_chunk = q == rank_x ? y_landing_i : matmul_down;
+    auto* matmul_down_chunk = i >= 3 ? y_landing_i : matmul_down;
     HW_CHECK(plan_matmul_down_.multiply(h_i, down, matmul_down_chunk, stream));
-    if (q != rank_x) {
+    if (i < 3) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(y_landing_i, M / 4 * K, ncclBfloat16, sender, channel_x_.comm(), stream));

@@ -61,11 +61,10 @@ __global__ void fill_y_lse(float* y_lse, int64_t elements) {
 // %y_max: f32[1, 2, S/4] = max(%y_lse, axis=(0,), keepdims=true)
 // %y_shift: f32[1, 2, S/4] = maximum(%y_max, -1e+30)
 // %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_shift)
-// %y_exp: f32[4, 2, S/4] = exp(%y_subtract)
-// %y_sums: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
 // %y_weights: f32[4, 2, S/4] = exp(%y_subtract)
-__global__ void fused_y_sums_y_weights(const float* y_lse, float* y_sums, float* y_weights, int64_t S) {
-  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::writes(y_sums, S / 2), hw::writes(y_weights, 2 * S));
+// %y_sums: f32[1, 2, S/4] = sum(%y_weights, axis=(0,), keepdims=true)
+__global__ void fused_y_weights_y_sums(const float* y_lse, float* y_weights, float* y_sums, int64_t S) {
+  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::writes(y_weights, 2 * S), hw::writes(y_sums, S / 2));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
     for (int64_t j : hw::over_grid<kWidth>(S / 2)) {
@@ -81,24 +80,6 @@ __global__ void fused_y_sums_y_weights(const float* y_lse, float* y_sums, float*
       auto sum = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t i = 0; i < 4; ++i) {
         const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) {
-          const float y_lse_e = y_lse_ij[e];
-          const float y_max_e = y_max[e];
-          const float y_shift = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
-          const float y_subtract = y_lse_e - y_shift;
-          const float y_exp = expf(y_subtract);
-          sum[e] += y_exp;
-        }
-      }
-      hw::Values<float, kWidth> y_sums_j;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        y_sums_j[e] = sum[e];
-      }
-      hw::store(y_sums + j, y_sums_j);
-      for (int64_t i = 0; i < 4; ++i) {
-        const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
         hw::Values<float, kWidth> y_weights_ij;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
@@ -106,13 +87,21 @@ __global__ void fused_y_sums_y_weights(const float* y_lse, float* y_sums, float*
           const float y_max_e = y_max[e];
           const float y_shift = (y_max_e > -1e+30f || y_max_e != y_max_e) ? y_max_e : -1e+30f;
           const float y_subtract = y_lse_e - y_shift;
-          y_weights_ij[e] = expf(y_subtract);
+          const float y_weights_e = expf(y_subtract);
+          sum[e] += y_weights_e;
+          y_weights_ij[e] = y_weights_e;
         }
         hw::store(y_weights + i * (S / 2) + j, y_weights_ij);
       }
+      hw::Values<float, kWidth> y_sums_j;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        y_sums_j[e] = sum[e];
+      }
+      hw::store(y_sums + j, y_sums_j);
     }
   };
-  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_sums, y_weights)) {
+  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_weights, y_sums)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());

@@ -16,7 +16,7 @@ Program::Program(hw::Rank& rank)
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(concat_y_kv));
   HW_CHECK(hw::load(fill_y_lse));
-  HW_CHECK(hw::load(fused_y_sums_y_weights));
+  HW_CHECK(hw::load(fused_y_weights_y_sums));
   HW_CHECK(hw::load(fused_y));
 }
 
@@ -82,7 +82,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     auto* keys_i = keys_ + p * 64 * S;
-    if (p != rank_x) {
+    if (i != 0) {
       const hw::Stream stream = peer_copies_[0];
       HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's y_kv_ may be read
       HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_kv_), 64 * S * sizeof(hw::bf16), cudaMemcpyDeviceToDevice,
@@ -90,14 +90,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = loop_[i];
-    if (p != rank_x) {
+    if (i != 0) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
-    auto* y_kv_chunk = p == rank_x ? y_kv_ : keys_i;
+    auto* y_kv_chunk = i == 0 ? y_kv_ : keys_i;
     auto* y_values_i = y_kv_chunk + 64;
     auto* y_blocks_i = y_blocks_ + p * 32 * S;
     auto* y_lse_i = y_lse_ + p * (S / 2);
-    if (p == rank_x) {
+    if (i == 0) {
       HW_CHECK(plan_y_blocks_.attend(q, y_kv_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else if (p < rank_x) {
       HW_CHECK(plan_y_blocks_not_causal_.attend(q, y_kv_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
@@ -117,7 +117,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   }
   HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_sums_y_weights, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_sums_, y_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y_weights_y_sums, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_lse_, y_sums_, S));
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, y_sums_, y_lse_, y_blocks_, y, S));
   HW_CHECK(arena_.end_call(caller));
 }

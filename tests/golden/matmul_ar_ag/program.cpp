@@ -55,13 +55,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   HW_CHECK(arena_.begin_call(caller));
   // fusions_beyond_examples.py:38  return hw.reshard(hw.matmul(x, w), "M", "N").stream("M", chunks=3)
   HW_CHECK(loop_.fork(caller));
-  HW_CHECK(cudaEventRecord(channels_idle_[0], caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = loop_[i];
     const auto* x_i = x + i * (M / 6 * K_tp);
     auto* matmul_w = matmul_w_[i];
     HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w, stream));
-    HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
+    if (i != 0) {
+      HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
+    }
     HW_CHECK(ncclAllReduce(matmul_w, matmul_w, M / 6 * N, ncclBfloat16, ncclSum, channel_tp_.comm(), stream));
     auto* y_packed = y_packed_[i];
     HW_CHECK(ncclAllGather(matmul_w, y_packed, M / 6 * N, ncclBfloat16, channel_dp_.comm(), stream));

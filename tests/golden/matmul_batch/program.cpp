@@ -43,7 +43,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // single_device.py:41  return hw.matmul(x, w).stream("B")  # without chunks: one step per index
+  // single_device.py:41  return hw.matmul(x, w).stream("B")  # without chunks: one iteration per index
   HW_CHECK(loop_.fork(caller));
   for (int64_t i = 0; i < B; ++i) {
     const hw::Stream stream = loop_[i];

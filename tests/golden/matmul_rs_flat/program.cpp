@@ -65,9 +65,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     auto* matmul_w = matmul_w_[i];
     const int64_t sender = (rank_x - i + 3) % 4;
     auto* y_landing_i = y_landing_ + sender * (M / 4 * N);
-    auto* matmul_w_chunk = q == rank_x ? y_landing_i : matmul_w;
+    auto* matmul_w_chunk = i >= 3 ? y_landing_i : matmul_w;
     HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_chunk, stream));
-    if (q != rank_x) {
+    if (i < 3) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(y_landing_i, M / 4 * N, ncclBfloat16, sender, channel_x_.comm(), stream));

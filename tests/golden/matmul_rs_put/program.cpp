@@ -36,7 +36,7 @@ OutputShapes Program::prepare(const Inputs& in) {
     plan_matmul_w_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
     hw::MemoryPlan memory;
     memory.allocate_window(y_landing_, M / 4 * 3 * N);
-    memory.allocate_window(matmul_w_, M * N);
+    memory.allocate(matmul_w_, M * N);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
@@ -77,11 +77,11 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       const hw::Stream stream = loop_[0];
       const auto* x_i = x + q * (M / 4 * K_x);
       HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
-      if (q != rank_x) {
+      if (i < 3) {
         HW_CHECK(cudaEventRecord(computed_[i], stream));
       }
     }
-    if (q != rank_x) {
+    if (i < 3) {
       const hw::Stream stream = peer_copies_[0];
       HW_CHECK(cudaStreamWaitEvent(stream, computed_[i], 0));
       auto* y_landing_by_distance = y_landing_ + i * (M / 4 * N);

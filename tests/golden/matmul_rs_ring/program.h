@@ -64,7 +64,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // 4 ranks along x
   hw::Streams loop_;              // 4 streams
-  hw::Events arrived_;            // 4 events
+  hw::Events arrived_;            // 3 events
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   hw::bf16* matmul_w_ = nullptr;  // bf16[M, N]

@@ -86,7 +86,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = loop_[i];
     auto* x_gathered = layer_x_gathered_[i];
-    if (p != rank_x) {
+    if (i != 0) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * E, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -94,7 +94,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
       HW_CHECK(ncclGroupEnd());
     }
     auto* matmul_w_in_i = layer_matmul_w_in_ + p * (M / 4 * F_x);
-    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    const auto* x_chunk = i == 0 ? x : x_gathered;
     HW_CHECK(plan_matmul_w_in_.multiply(x_chunk, w_in, matmul_w_in_i, stream));
   }
   HW_CHECK(loop_.join(caller));
@@ -109,9 +109,9 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
     auto* matmul_w_out = layer_matmul_w_out_[i];
     const int64_t sender = (rank_x - i + 3) % 4;
     auto* scattered_landing_i = layer_scattered_landing_ + sender * (M / 4 * E);
-    auto* matmul_w_out_chunk = q == rank_x ? scattered_landing_i : matmul_w_out;
+    auto* matmul_w_out_chunk = i >= 3 ? scattered_landing_i : matmul_w_out;
     HW_CHECK(plan_matmul_w_out_.multiply(h_i, w_out, matmul_w_out_chunk, stream));
-    if (q != rank_x) {
+    if (i < 3) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(scattered_landing_i, M / 4 * E, ncclBfloat16, sender, channel_x_.comm(), stream));

@@ -80,7 +80,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     const int64_t p = (rank_x + i) % 4;
     const hw::Stream stream = loop_[i];
     auto* x_gathered = x_gathered_[i];
-    if (p != rank_x) {
+    if (i != 0) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(x_gathered, M / 4 * K, ncclBfloat16, p, channel_x_.comm(), stream));
@@ -88,7 +88,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(ncclGroupEnd());
     }
     auto* h_i = h_ + p * (M / 4 * N);
-    const auto* x_chunk = p == rank_x ? x : x_gathered;
+    const auto* x_chunk = i == 0 ? x : x_gathered;
     HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream));
   }
   HW_CHECK(loop_.join(caller));
@@ -104,9 +104,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     auto* matmul_u = matmul_u_[i];
     const int64_t sender = (rank_x - i + 3) % 4;
     auto* y_landing_i = y_landing_ + sender * (M / 4 * N);
-    auto* matmul_u_chunk = q == rank_x ? y_landing_i : matmul_u;
+    auto* matmul_u_chunk = i >= 3 ? y_landing_i : matmul_u;
     HW_CHECK(plan_matmul_u_.multiply(g_i, u, matmul_u_chunk, stream));
-    if (q != rank_x) {
+    if (i < 3) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
       HW_CHECK(ncclRecv(y_landing_i, M / 4 * N, ncclBfloat16, sender, channel_x_.comm(), stream));

@@ -87,7 +87,6 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   // pipeline.py:31  h = hw.relu(hw.matmul(x, up1).stream("M", chunks=S)).named("h").stream("M", chunks=S)
   HW_CHECK(loop_.fork(caller));
   if (on_ranks_0_1_) {
-    HW_CHECK(cudaEventRecord(channels_idle_[0], caller));
     for (int64_t i = 0; i < 4; ++i) {
       const hw::Stream stream = loop_[i];
       const auto* x_i = x + i * (M / 4 * K);
@@ -96,7 +95,9 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       // pipeline.py:32  layer = hw.reshard(hw.matmul(h, down1), "M", "K").named("layer").stream("M", chunks=S)
       auto* matmul_down1 = matmul_down1_[i];
       HW_CHECK(plan_matmul_down1_.multiply(h, down1, matmul_down1, stream));
-      HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
+      if (i != 0) {
+        HW_CHECK(cudaStreamWaitEvent(stream, channels_idle_[0], 0));
+      }
       HW_CHECK(
           ncclAllReduce(matmul_down1, matmul_down1, M / 4 * K, ncclBfloat16, ncclSum, channel_x_of_ranks_0_1_.comm(), stream));
       // pipeline.py:33  arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)

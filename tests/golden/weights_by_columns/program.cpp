@@ -106,7 +106,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(cudaStreamWaitEvent(caller, all_up_ready_[0], 0));
     }
     auto* all_up_i = all_up_ + p * (K / 4 * N);
-    const auto* up_chunk = p == rank_dp ? up : all_up_i;
+    const auto* up_chunk = i == 0 ? up : all_up_i;
     auto* h_i = h_ + p * (N / 4);
     HW_CHECK(plan_h_.multiply(x, up_chunk, h_i, {caller, workspace_}));
   }
@@ -119,7 +119,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     auto* all_down_i = all_down_ + p * (K / 4 * N);
     const auto* x_i = x + p * (K / 4);
     auto* y_i = y + p * (K / 4);
-    const auto* down_chunk = p == rank_dp ? down : all_down_i;
+    const auto* down_chunk = i == 0 ? down : all_down_i;
     HW_CHECK(plan_y_.multiply(h_, down_chunk, y_i, {caller, workspace_}, {.accumulate = x_i}));
   }
   HW_CHECK(comm_.join(caller));

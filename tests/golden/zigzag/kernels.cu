@@ -28,12 +28,12 @@ __global__ void reverse_second_in_order_pieces(const hw::bf16* in_order_halves, 
   }
 }
 
-// %local_add: bf16[2, S/2, 64] = add(%local_second_first_half, %local_first)
-// %local: bf16[2, S, 64] = concat(%local_add, %local_second_second_half, axis=1)
-__global__ void add_concat_local(const hw::bf16* local_second_first_half, const hw::bf16* local_first,
-                                 const hw::bf16* local_second_second_half, hw::bf16* local, int64_t S) {
-  HW_TOUCHES(hw::reads(local_second_first_half, {2, 32 * S}, {64 * S, 1}), hw::reads(local_first, 64 * S),
-             hw::reads(local_second_second_half, {2, 32 * S}, {64 * S, 1}), hw::writes(local, 128 * S));
+// %local_add: bf16[2, S/2, 64] = add(%local_second_lower_half, %local_first)
+// %local: bf16[2, S, 64] = concat(%local_add, %local_second_upper_half, axis=1)
+__global__ void add_concat_local(const hw::bf16* local_second_lower_half, const hw::bf16* local_first,
+                                 const hw::bf16* local_second_upper_half, hw::bf16* local, int64_t S) {
+  HW_TOUCHES(hw::reads(local_second_lower_half, {2, 32 * S}, {64 * S, 1}), hw::reads(local_first, 64 * S),
+             hw::reads(local_second_upper_half, {2, 32 * S}, {64 * S, 1}), hw::writes(local, 128 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(128 * S)) {
@@ -42,17 +42,17 @@ __global__ void add_concat_local(const hw::bf16* local_second_first_half, const 
       const int64_t k = element % 64;
       hw::Values<float, kWidth> local_values;
       if (j < S / 2) {
-        const auto local_second_first_half_element = hw::load<kWidth>(local_second_first_half + element);
+        const auto local_second_lower_half_element = hw::load<kWidth>(local_second_lower_half + element);
         const auto local_first_ijk = hw::load<kWidth>(local_first + i * 32 * S + j * 64 + k);
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          local_values[e] = local_second_first_half_element.f32(e) + local_first_ijk.f32(e);
+          local_values[e] = local_second_lower_half_element.f32(e) + local_first_ijk.f32(e);
         }
       } else {
-        const auto local_second_second_half_element = hw::load<kWidth>(local_second_second_half + (element - 32 * S));
+        const auto local_second_upper_half_element = hw::load<kWidth>(local_second_upper_half + (element - 32 * S));
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          local_values[e] = local_second_second_half_element.f32(e);
+          local_values[e] = local_second_upper_half_element.f32(e);
         }
       }
       hw::Values<hw::bf16, kWidth> local_element;
@@ -63,7 +63,7 @@ __global__ void add_concat_local(const hw::bf16* local_second_first_half, const 
       hw::store(local + element, local_element);
     }
   };
-  if (!hw::aligned(local_second_first_half, local_first, local_second_second_half, local)) {
+  if (!hw::aligned(local_second_lower_half, local_first, local_second_upper_half, local)) {
     compute(hw::Width<1>(), int64_t());
   } else if (hw::fits_int32(128 * S)) {
     compute(hw::Width<8>(), uint32_t());

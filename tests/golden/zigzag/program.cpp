@@ -129,12 +129,12 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   auto* dq_second_piece = dq + 8 * S;
   HW_CHECK(plan_dq_second_.differentiate(q_second_piece, k_in_order_pieces_, v_in_order_pieces_, y_second_piece, lse_second_,
                                          dy_second_piece, dq_second_piece, dk_local_second_, dv_local_second_, caller));
-  auto* dk_local_second_second_half = dk_local_second_ + 32 * S;
+  auto* dk_local_second_upper_half = dk_local_second_ + 32 * S;
   HW_CHECK(hw::launch_pdl(add_concat_local, hw::grid_of_elements<8>(128 * S), caller, dk_local_second_, dk_local_first_,
-                          dk_local_second_second_half, dk_local_, S));
-  auto* dv_local_second_second_half = dv_local_second_ + 32 * S;
+                          dk_local_second_upper_half, dk_local_, S));
+  auto* dv_local_second_upper_half = dv_local_second_ + 32 * S;
   HW_CHECK(hw::launch_pdl(add_concat_local, hw::grid_of_elements<8>(128 * S), caller, dv_local_second_, dv_local_first_,
-                          dv_local_second_second_half, dv_local_, S));
+                          dv_local_second_upper_half, dv_local_, S));
   // attention_cases.py:40  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
   HW_CHECK(hw::launch_pdl(reverse_second_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_local_, dk_pieces_, S));
   HW_CHECK(hw::launch_pdl(reverse_second_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_local_, dv_pieces_, S));

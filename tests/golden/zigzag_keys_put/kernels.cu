@@ -61,12 +61,11 @@ __global__ void fill_y_attention_lse(float* y_attention_lse, int64_t elements) {
 // %y_attention_max: f32[1, 4, S/2] = max(%y_attention_lse, axis=(0,), keepdims=true)
 // %y_attention_shift: f32[1, 4, S/2] = maximum(%y_attention_max, -1e+30)
 // %y_attention_subtract: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_shift)
-// %y_attention_exp: f32[2, 4, S/2] = exp(%y_attention_subtract)
-// %y_attention_sums: f32[1, 4, S/2] = sum(%y_attention_exp, axis=(0,), keepdims=true)
 // %y_attention_weights: f32[2, 4, S/2] = exp(%y_attention_subtract)
-__global__ void fused_y_attention_sums_y_attention_weights(const float* y_attention_lse, float* y_attention_sums,
-                                                           float* y_attention_weights, int64_t S) {
-  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::writes(y_attention_sums, 2 * S), hw::writes(y_attention_weights, 4 * S));
+// %y_attention_sums: f32[1, 4, S/2] = sum(%y_attention_weights, axis=(0,), keepdims=true)
+__global__ void fused_y_attention_weights_y_attention_sums(const float* y_attention_lse, float* y_attention_weights,
+                                                           float* y_attention_sums, int64_t S) {
+  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::writes(y_attention_weights, 4 * S), hw::writes(y_attention_sums, 2 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
     for (int64_t j : hw::over_grid<kWidth>(2 * S)) {
@@ -82,25 +81,6 @@ __global__ void fused_y_attention_sums_y_attention_weights(const float* y_attent
       auto sum = hw::filled<kWidth, hw::Sum<float>>({});
       for (int64_t i = 0; i < 2; ++i) {
         const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * 2 * S + j);
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) {
-          const float y_attention_lse_e = y_attention_lse_ij[e];
-          const float y_attention_max_e = y_attention_max[e];
-          const float y_attention_shift =
-              (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
-          const float y_attention_subtract = y_attention_lse_e - y_attention_shift;
-          const float y_attention_exp = expf(y_attention_subtract);
-          sum[e] += y_attention_exp;
-        }
-      }
-      hw::Values<float, kWidth> y_attention_sums_j;
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        y_attention_sums_j[e] = sum[e];
-      }
-      hw::store(y_attention_sums + j, y_attention_sums_j);
-      for (int64_t i = 0; i < 2; ++i) {
-        const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * 2 * S + j);
         hw::Values<float, kWidth> y_attention_weights_ij;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
@@ -109,13 +89,21 @@ __global__ void fused_y_attention_sums_y_attention_weights(const float* y_attent
           const float y_attention_shift =
               (y_attention_max_e > -1e+30f || y_attention_max_e != y_attention_max_e) ? y_attention_max_e : -1e+30f;
           const float y_attention_subtract = y_attention_lse_e - y_attention_shift;
-          y_attention_weights_ij[e] = expf(y_attention_subtract);
+          const float y_attention_weights_e = expf(y_attention_subtract);
+          sum[e] += y_attention_weights_e;
+          y_attention_weights_ij[e] = y_attention_weights_e;
         }
         hw::store(y_attention_weights + i * 2 * S + j, y_attention_weights_ij);
       }
+      hw::Values<float, kWidth> y_attention_sums_j;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        y_attention_sums_j[e] = sum[e];
+      }
+      hw::store(y_attention_sums + j, y_attention_sums_j);
     }
   };
-  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_sums, y_attention_weights)) {
+  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_weights, y_attention_sums)) {
     compute(hw::Width<4>());
   } else {
     compute(hw::Width<1>());

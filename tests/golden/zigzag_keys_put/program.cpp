@@ -17,7 +17,7 @@ Program::Program(hw::Rank& rank)
       arena_({&channel_cp_}) {
   HW_CHECK(hw::load(concat_y_attention_kv));
   HW_CHECK(hw::load(fill_y_attention_lse));
-  HW_CHECK(hw::load(fused_y_attention_sums_y_attention_weights));
+  HW_CHECK(hw::load(fused_y_attention_weights_y_attention_sums));
   HW_CHECK(hw::load(fused_y_attention));
 }
 
@@ -87,7 +87,7 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   for (int64_t i = 0; i < 2; ++i) {
     const int64_t p = (rank_cp + i) % 2;
     auto* k_gathered_i = k_gathered_ + p * 128 * S;
-    if (p != rank_cp) {
+    if (i != 0) {
       const hw::Stream stream = peer_copies_[0];
       HW_CHECK(channel_cp_.wait_signal(p, 0, stream));  // until the peer's y_attention_kv_ may be read
       HW_CHECK(cudaMemcpyAsync(k_gathered_i, arena_.on_peer(channel_cp_, p, y_attention_kv_), 128 * S * sizeof(hw::bf16),
@@ -95,14 +95,14 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = loop_[i];
-    if (p != rank_cp) {
+    if (i != 0) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
-    auto* y_attention_kv_chunk = p == rank_cp ? y_attention_kv_ : k_gathered_i;
+    auto* y_attention_kv_chunk = i == 0 ? y_attention_kv_ : k_gathered_i;
     auto* y_attention_values_i = y_attention_kv_chunk + 64;
     auto* y_attention_blocks_i = y_attention_blocks_ + p * 128 * S;
     auto* y_attention_lse_i = y_attention_lse_ + p * 2 * S;
-    if (p == rank_cp) {
+    if (i == 0) {
       HW_CHECK(plan_y_attention_blocks_.attend(q, y_attention_kv_chunk, y_attention_values_i, y_attention_blocks_i, stream,
                                                {.lse = y_attention_lse_i}));
     } else if (p < rank_cp) {
@@ -128,8 +128,8 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
   }
   HW_CHECK(loop_.join(caller));
   HW_CHECK(peer_copies_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_attention_sums_y_attention_weights, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
-                          y_attention_sums_, y_attention_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y_attention_weights_y_attention_sums, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
+                          y_attention_lse_, y_attention_sums_, S));
   HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, y_attention_sums_, y_attention_lse_,
                           y_attention_blocks_, y, 2 * S));
   HW_CHECK(arena_.end_call(caller));

@@ -150,7 +150,7 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
     %p = (rank.x + %i) % 2
     stream loop[%i] {
       %x_gathered_i = chunk %x_gathered[0: %p of 2]
-      if %p == rank.x {
+      if %i == 0 {
         copy %x -> %x_gathered_i
       } else {
         group {

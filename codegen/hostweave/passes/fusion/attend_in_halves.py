@@ -18,6 +18,8 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 # Dim of the query rows in each operand: q, k, v and, in a backward pass, the result, gradient and lse. 0 if the operand has no query rows.
 ROWS = (-2, 0, 0, -2, -2, -1)
 OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
+PIECES = "first_piece", "second_piece"  # pieces of a rank's rows
+HALVES = "lower_half", "upper_half"  # halves of the keys or values of all ranks
 
 
 def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
@@ -76,36 +78,35 @@ class _Halving(OpRewriter):
         at = len(self.types[name].dims) + dim
         by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank", of=name)
         pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces", name)
-        halves = zip(self.selected(pieces, at + 1, "piece", name), ("first_rows", "second_rows"), strict=True)
+        halves = zip(self.selected(pieces, at + 1, PIECES, name), ("first_rows", "second_rows"), strict=True)
         first, second = (self.reshaped(half, at, 2, (self.half,), word, name) for half, word in halves)
         return first, second
 
-    def selected(self, name: str, axis: int, word: str, of: str = "") -> Iterator[str]:
-        for index, number in enumerate(("first", "second")):
-            yield self.make("select", name, how=attributes(axis=axis, index=index), word=f"{number}_{word}", of=of)
+    def selected(self, name: str, axis: int, words: tuple[str, str], of: str) -> Iterator[str]:
+        return (self.make("select", name, how=attributes(axis=axis, index=i), word=word, of=of) for i, word in enumerate(words))
 
     def columns(self, name: str) -> tuple[str, str]:
-        """The first half of the keys or values, and all keys or values."""
+        """The lower half of the keys or values, and all keys or values."""
         type = self.types[name]
         some = TensorType(type.dtype, (*type.dims[:-2], Dim(self.half), type.dims[-1]))
-        return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns", of=name), name
+        return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word=HALVES[0], of=name), name
 
     def join(self, halves: tuple[str, str]) -> None:
         result, rows = self.op.result, -1 if self.op.kind == "attention_lse" else -2
         at = len(result.type.dims) + rows
         shape = Size(self.ranks), ONE, self.piece
-        pieces = [self.reshaped(half, at, 1, shape, word) for half, word in zip(halves, ("first_piece", "second_piece"), strict=True)]
+        pieces = [self.reshaped(half, at, 1, shape, word) for half, word in zip(halves, PIECES, strict=True)]
         joined = self.make("concat", *pieces, how=attributes(axis=at + 1), word="pieces")
         by_rank = self.reshaped(joined, at, 3, (self.size,), "by_rank")
         self.halves[result.name, layout(result.type), rows] = halves
         self.finish("renumber", by_rank, how=attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
-        """Sums the gradients of the keys or values. The rows of the first op attend only to the first half of the keys."""
+        """Sums the gradients of the keys or values. The rows of the first op attend only to the lower half of the keys."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves", second)
-        low, high = self.selected(halves, at, "half", second)
-        self.finish("concat", self.make("add", low, first), high, how=attributes(axis=at))
+        lower, upper = self.selected(halves, at, HALVES, second)
+        self.finish("concat", self.make("add", lower, first), upper, how=attributes(axis=at))
 
     def finish(self, kind: str, *sources: str, how: Attributes) -> None:
         self.emit(Op(kind, sources, self.op.result, how, self.op.location))

@@ -1,9 +1,9 @@
 """Removes the copy of a rank's own chunk in a loop that communicates the chunks of other ranks.
 
-    if %p == rank.x {                              if %p != rank.x {
+    if %i == 0 {                                   if %i != 0 {
       copy %x -> %xg                                 group { recv %xg from %p on x; send %x to %q on x }
     } else {                                       }
-      group {                                      %x_chunk = choose %x if %p == rank.x else %xg
+      group {                                      %x_chunk = choose %x if %i == 0 else %xg
         recv %xg from %p on x           becomes    matmul %x_chunk, %w -> %y_i
         send %x to %q on x
       }
@@ -12,9 +12,9 @@
 
 If the loop body computes the source of the copy, the computation writes directly to the destination:
 
-    matmul %x_i, %w -> %h                          %h_chunk = choose %landing_i if %p == rank.x else %h
-    if %p == rank.x {                              matmul %x_i, %w -> %h_chunk
-      copy %h -> %landing_i             becomes    if %p != rank.x {
+    matmul %x_i, %w -> %h                          %h_chunk = choose %landing_i if %i >= 7 else %h
+    if %i >= 7 {                                   matmul %x_i, %w -> %h_chunk
+      copy %h -> %landing_i             becomes    if %i < 7 {
     } else {                                         group { recv %landing_i from %q on x; send %h to %p on x }
       group { ... }                                }
     }
@@ -22,7 +22,7 @@ If the loop body computes the source of the copy, the computation writes directl
 If the gathered value is read after the loop, the copy moves to the end of the body. At this point, no instruction waits for the copy:
 
     matmul %x_chunk, %w -> %y_i
-    if %p == rank.x {
+    if %i == 0 {
       copy %x -> %xg
     }
 

@@ -10,11 +10,12 @@
 
 becomes
 
-    record channels_idle[0]
     for %i in 0..4 {
       stream loop[%i] {
         matmul %x_i, %w -> %h_i
-        wait channels_idle[0]
+        if %i != 0 {
+          wait channels_idle[0]
+        }
         all_reduce sum %h_i -> %hs_i on tp
         all_gather %hs_i -> %y_i on dp
         record channels_idle[0]
@@ -26,11 +27,12 @@ already order do not change.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from hostweave.base.names import unique_name
 from hostweave.check.channel_order import unordered_instructions
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Const
+from hostweave.host_ir.expr import Const, Var, opposite
 from hostweave.options import Options
 
 
@@ -61,7 +63,7 @@ class _Turns:
         first, last = changed[0], changed[-1]
         begin = self.without(ir.Wait, body[first])  # The first communication waits for nothing.
         if begin == (body[first],):
-            begin = (ir.Record(self.event, Const(0)), *begin)
+            begin = self.without_first_wait(body[first])
         end = self.without(ir.Record, body[last]) if last > first else ()
         return (*body[:first], *begin, *body[first + 1 : last], *end, *body[last + 1 :])
 
@@ -78,6 +80,17 @@ class _Turns:
             else:
                 result.extend(self.on_one_stream((instruction,)))
         return tuple(result)
+
+    def without_first_wait(self, loop: tree.Instruction) -> tree.Body:
+        """Removes the wait of the first iteration. Instead records the event before the loop if the wait is under a condition or in an
+        inner loop, or if there may be no iteration. Each wait needs a record."""
+        inside = [inner for i in tree.bodies(loop)[0] for inner in (tree.bodies(i)[0] if tree.names(i, "stream") else (i,))]
+        wait = next(i for i in tree.walk((loop,)) if self.event in tree.names(i, "wait"))
+        if loop.trips is None or not loop.trips.is_int or not any(i is wait for i in inside):
+            return (ir.Record(self.event, Const(0)), loop)
+        (index,) = tree.names(loop, "index")
+        later = partial(ir.If, opposite(Var(index).equals(0)), location=wait.location)
+        return tree.rewrite((loop,), lambda i: later((i,)) if i is wait else None)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
         """Removes an instruction if it is a wait or record (`kind`) of the turn's event. In a stream block, removes such instructions."""

@@ -91,7 +91,7 @@ class Attentions:
         before, after = (Seen(columns=0), Seen(rows=1)) if op[PIECES] else (Seen(), None)
 
         of_others = partial(branch, b, iteration.owned_by.less(rank), partial(attend, before), partial(attend, after))
-        branch(b, iteration.owned_by.equals(rank), partial(attend, Seen(diagonal=Const(0))), of_others)
+        branch(b, iteration.is_own, partial(attend, Seen(diagonal=Const(0))), of_others)
 
     def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
         if op[PIECES]:

@@ -195,7 +195,7 @@ class _Lowering:
                 lowering.begin()
             with b.looped() as body:
                 if lowering and loop.by_block:
-                    iteration = replace(iteration, owner=lowering.owner(iteration))
+                    iteration = replace(iteration, owner=lowering.owner(iteration), is_own=lowering.is_own(iteration))
                 if lowering:
                     lowering.before_iteration(iteration)
                 with b.nested() as on_stream:
@@ -225,9 +225,10 @@ class _Lowering:
         iteration = LoopIteration(mesh, Var(b.loop_index()), loop.trips, loop.drops_dim, ranks, uneven=self.flow.uneven)
         b.location = loop.ops[0].location
         with b.looped() as body:
-            iteration = replace(iteration, owner=Var(b.let("p", (rank_in_group(mesh, axes) + iteration.index) % ranks)))
+            owner = Var(b.let("p", (rank_in_group(mesh, axes) + iteration.index) % ranks))
+            iteration = replace(iteration, owner=owner, is_own=iteration.index.equals(0))
             branch(b, iteration.index.equals(Const(1)), lambda: self.asynchronous.wait_for(gather.result.name))
-            shard = take_shard(b, self.flow, self.buffers, gather, iteration)
+            shard = take_shard(b, self.buffers, gather, iteration)
             self.buffers.chunks[weights] = shard if view is gather else b.permute(shard, view[ORDER], f"{weights}_{iteration.index.name}")
             for op in loop.ops:
                 self.op(op, iteration)
