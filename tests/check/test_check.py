@@ -142,6 +142,12 @@ RULES = {
         "text:9: rank 0, the caller's stream: %b = allocate f32[2, N] may get bytes of %a, which rank 0, loop[1]: deallocate %a frees: "
         "nothing orders them; add join loop between them",
     ),
+    "memory of a stream after an earlier branch freed memory of the same name": (
+        "fork loop\nstream loop[0] {\nif rank == 0 {\n%a = allocate f32[2, N]\ndeallocate %a\n}\n%a = allocate f32[2, N]\n"
+        "copy %x -> %a\ncopy %a -> %y\nrecord done[0]\n}\nwait done[0]",
+        "text:8: rank 0, loop[0]: deallocate %a frees %a, and the next call uses it: "
+        "nothing orders the caller's stream after this operation; add join loop",
+    ),
     "memory that the previous iteration deallocated": (
         "%b = allocate f32[2, N]\nfor %i in 0..2 {\ncopy %x -> %b\ndeallocate %b\n}\ncopy %x -> %y",
         "text:4: rank 0, the caller's stream, %i = 1: copy %x -> %b writes %b after its deallocate: "
