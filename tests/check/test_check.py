@@ -161,6 +161,18 @@ RULES = {
         "text:8: rank 0, the caller's stream, %i = 1: %b = allocate f32[2, N] may get bytes of %c, which rank 0, loop[0], %i = 0: "
         "deallocate %c frees: nothing orders them; add join loop between them",
     ),
+    "memory of a stream after a join that one rank omits": (
+        "fork loop\nstream loop[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\nif rank == 0 {\njoin loop\n}\n"
+        "%b = allocate f32[2, N]\ncopy %x -> %b\njoin loop\ncopy %x -> %y",
+        "text:10: rank 1, the caller's stream: %b = allocate f32[2, N] may get bytes of %a, which rank 1, loop[0]: deallocate %a frees: "
+        "nothing orders them; add join loop between them",
+    ),
+    "memory of a stream after a join in a loop without iterations": (
+        "fork loop\nstream loop[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\nfor %i in 0..0 {\njoin loop\n}\n"
+        "%b = allocate f32[2, N]\ncopy %x -> %b\njoin loop\ncopy %x -> %y",
+        "text:10: rank 0, the caller's stream: %b = allocate f32[2, N] may get bytes of %a, which rank 0, loop[0]: deallocate %a frees: "
+        "nothing orders them; add join loop between them",
+    ),
     "memory that the previous iteration deallocated": (
         "%b = allocate f32[2, N]\nfor %i in 0..2 {\ncopy %x -> %b\ndeallocate %b\n}\ncopy %x -> %y",
         "text:4: rank 0, the caller's stream, %i = 1: copy %x -> %b writes %b after its deallocate: "

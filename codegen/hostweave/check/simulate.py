@@ -12,7 +12,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from hostweave.check.operations import ALWAYS, Access, ByteLayout, ByteRegion, Instances, Operation, Root, layout
+from hostweave.check.operations import ALWAYS, Access, ByteLayout, ByteRegion, Instances, Operation, Root, StreamInPool, layout
 from hostweave.check.run import RankRun, Variables, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
@@ -419,7 +419,7 @@ def _let(b: _Binder, i: ir.Let) -> BoundInstruction:
 
 
 def _for(b: _Binder, i: ir.For) -> BoundInstruction:
-    count, outer_loops = b.size(i.count, i), b.loops
+    count, outer_loops, joined = b.size(i.count, i), b.loops, _joined(b, i.body)
     b.loops = (*outer_loops, i)
     body = b.nested(i.body)
     b.loops = outer_loops
@@ -436,6 +436,8 @@ def _for(b: _Binder, i: ir.For) -> BoundInstruction:
             for inner in body:
                 inner(run)
         run.iteration = outer
+        for stream in joined if not count else ():
+            run.free_at_join(stream)
 
     return execute
 
@@ -443,12 +445,24 @@ def _for(b: _Binder, i: ir.For) -> BoundInstruction:
 def _if(b: _Binder, i: ir.If) -> BoundInstruction:
     condition = b.expr(i.condition)
     body, orelse = b.nested(i.body), b.nested(i.orelse)
+    joined_in_body, joined_in_orelse = _joined(b, i.body), _joined(b, i.orelse)
 
     def execute(run: RankRun) -> None:
-        for inner in body if condition(run.environment) else orelse:
+        holds = condition(run.environment)
+        for stream in joined_in_body if not holds else ():
+            run.free_at_join(stream)
+        for inner in body if holds else orelse:
             inner(run)
+        for stream in joined_in_orelse if holds else ():
+            run.free_at_join(stream)
 
     return execute
+
+
+def _joined(b: _Binder, body: tree.Body) -> list[StreamInPool]:
+    """Streams that a body joins. If the body does not run, the arena frees their memory nevertheless, because its plan has all joins."""
+    pools = {name for i in tree.walk(body) for name in tree.names(i, "join")}
+    return [(pool.name, k) for pool in b.program.streams if pool.name in pools for k in range(pool.count)]
 
 
 def _on_mesh(b: _Binder, i: ir.OnMesh) -> BoundInstruction:
