@@ -142,6 +142,37 @@ RULES = {
         "text:9: rank 0, the caller's stream: %b = allocate f32[2, N] may get bytes of %a, which rank 0, loop[1]: deallocate %a frees: "
         "nothing orders them; add join loop between them",
     ),
+    "memory of a stream after an earlier branch freed memory of the same name": (
+        "fork loop\nstream loop[0] {\nif rank == 0 {\n%a = allocate f32[2, N]\ndeallocate %a\n}\n%a = allocate f32[2, N]\n"
+        "copy %x -> %a\ncopy %a -> %y\nrecord done[0]\n}\nwait done[0]",
+        "text:8: rank 0, loop[0]: deallocate %a frees %a, and the next call uses it: "
+        "nothing orders the caller's stream after this operation; add join loop",
+    ),
+    "memory of a stream that a branch reuses in the next iteration": (
+        "for %i in 0..2 {\nif %i == 1 {\n%b = allocate f32[2, N]\ncopy %x -> %b\n}\nfork loop\nstream loop[0] {\n"
+        "%a = allocate f32[2, N]\ncopy %x -> %a\n}\n}\njoin loop\ncopy %x -> %y",
+        "text:4: rank 0, the caller's stream, %i = 1: %b = allocate f32[2, N] may get bytes of %a, which rank 0, loop[0], %i = 0: "
+        "deallocate %a frees: nothing orders them; add join loop between them",
+    ),
+    "memory of a stream that frees other memory in the next iteration": (
+        "for %i in 0..2 {\nfork loop\nstream loop[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\n%b = allocate f32[2, N]\n"
+        "copy %x -> %b\ndeallocate %b\nfork loop\nstream loop[0] {\n%c = allocate f32[2, N]\ncopy %x -> %c\n}\n}\njoin loop\n"
+        "copy %x -> %y",
+        "text:8: rank 0, the caller's stream, %i = 1: %b = allocate f32[2, N] may get bytes of %c, which rank 0, loop[0], %i = 0: "
+        "deallocate %c frees: nothing orders them; add join loop between them",
+    ),
+    "memory of a stream after a join that one rank omits": (
+        "fork loop\nstream loop[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\nif rank == 0 {\njoin loop\n}\n"
+        "%b = allocate f32[2, N]\ncopy %x -> %b\njoin loop\ncopy %x -> %y",
+        "text:10: rank 1, the caller's stream: %b = allocate f32[2, N] may get bytes of %a, which rank 1, loop[0]: deallocate %a frees: "
+        "nothing orders them; add join loop between them",
+    ),
+    "memory of a stream after a join in a loop without iterations": (
+        "fork loop\nstream loop[0] {\n%a = allocate f32[2, N]\ncopy %x -> %a\n}\nfor %i in 0..0 {\njoin loop\n}\n"
+        "%b = allocate f32[2, N]\ncopy %x -> %b\njoin loop\ncopy %x -> %y",
+        "text:10: rank 0, the caller's stream: %b = allocate f32[2, N] may get bytes of %a, which rank 0, loop[0]: deallocate %a frees: "
+        "nothing orders them; add join loop between them",
+    ),
     "memory that the previous iteration deallocated": (
         "%b = allocate f32[2, N]\nfor %i in 0..2 {\ncopy %x -> %b\ndeallocate %b\n}\ncopy %x -> %y",
         "text:4: rank 0, the caller's stream, %i = 1: copy %x -> %b writes %b after its deallocate: "

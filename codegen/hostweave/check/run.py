@@ -64,8 +64,9 @@ class RankRun:
     records: dict[tuple[str, int], Operation] = field(default_factory=dict)
     generations: dict[str, int] = field(init=False)  # memory -> its latest generation
     freed: dict[StreamInPool | None, Operation] = field(default_factory=dict)  # last deallocate on each stream
-    # Like `freed`, for buffers that `stream` blocks allocate, until the streams of the pool join.
-    freed_until_join: dict[StreamInPool, Operation] = field(default_factory=dict)
+    # Last deallocates of buffers that `stream` blocks allocate, until the streams of the pool join. The keys have the number of the
+    # allocate, and the order is that of the deallocates.
+    freed_until_join: dict[tuple[StreamInPool, int], Operation] = field(default_factory=dict)
     stream: StreamInPool | None = None
     iteration: tuple[tuple[str, int], ...] = ()
     iterations: int = 0
@@ -90,6 +91,11 @@ class RankRun:
         self.operations.append(operation)
         self.last[operation.stream] = operation
         return operation
+
+    def free_at_join(self, stream: StreamInPool | None) -> None:
+        """Lets other streams reuse the memory that the stream has freed."""
+        for key in [key for key in self.freed_until_join if key[0] == stream]:
+            self.freed[stream] = self.freed_until_join.pop(key)
 
     def fail(self, instruction: tree.Instruction, message: str) -> NoReturn:
         raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.iteration)}: {message}", instruction)

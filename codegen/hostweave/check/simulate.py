@@ -12,7 +12,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from hostweave.check.operations import ALWAYS, Access, ByteLayout, ByteRegion, Instances, Operation, Root, layout
+from hostweave.check.operations import ALWAYS, Access, ByteLayout, ByteRegion, Instances, Operation, Root, StreamInPool, layout
 from hostweave.check.run import RankRun, Variables, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
@@ -77,7 +77,7 @@ class _Binder:
         self.types: dict[str, BufferType] = {}
         self.layouts: dict[str, ByteLayout] = {}
         self.roots: dict[str, Root] = {}
-        self.is_per_stream: dict[str, bool] = {}  # allocation -> True if every stream has its own copy
+        self.numbers: dict[str, int | None] = {}  # allocation in a stream block -> its number in program order; other allocation -> None
         self.block: ir.OnStream | None = None  # the enclosing stream block
         self.loops: tuple[ir.For, ...] = ()  # the enclosing loops, outermost first
         for role, parameters in (("input", program.inputs), ("output", program.outputs)):
@@ -116,8 +116,9 @@ def _allocate(b: _Binder, i: ir.Allocate) -> BoundInstruction:
         name += "'"
     pool = b.block.stream if b.block else None
     roots = [f"{name}[{k}]" for k in range(_count(b.program.streams, pool))] if pool else [name]
+    number = len(b.roots)
     b.roots.update(dict.fromkeys(roots, Root(b.layouts[i.out], "allocation")))
-    b.is_per_stream[i.out] = pool is not None
+    b.numbers[i.out] = number if pool else None
     layout_of_buffer = b.layouts[i.out]
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
     # Enclosing loops whose next iteration may reuse freed memory. The first list applies if a stream of another pool freed the memory, and
@@ -130,28 +131,28 @@ def _allocate(b: _Binder, i: ir.Allocate) -> BoundInstruction:
         run.regions[i.out] = ByteRegion(root, 0, layout_of_buffer, generation)
         claim = Access(i.out, run.regions[i.out], reads=False, writes=True)
         freed = list(run.freed.values())
-        if generation:  # A later instruction of the previous iteration may have freed memory.
-            iteration = dict(run.iteration)
-            for stream, last in run.freed_until_join.items():
-                then = dict(last.iteration)
-                if any(index in then and then[index] != iteration[index] for index in loops[stream[0] == pool]):
-                    freed.append(last)
+        iteration = dict(run.iteration)
+        for (stream, freed_number), last in run.freed_until_join.items():
+            # A later instruction of a previous iteration may have freed memory.
+            then = dict(last.iteration) if freed_number > number else {}
+            if any(index in then and then[index] != iteration[index] for index in loops[stream[0] == pool]):
+                freed.append(last)
         run.issue(Operation(i, run.rank, run.stream, run.iteration, (claim,), frees=tuple(freed)))
 
     return execute
 
 
 def _deallocate(b: _Binder, i: ir.Deallocate) -> BoundInstruction:
-    build, is_per_stream = _operation(b, i), b.is_per_stream[i.src]
+    build, number = _operation(b, i), b.numbers[i.src]
 
     def execute(run: RankRun) -> None:
         operation = run.issue(build(run))
-        if is_per_stream and run.stream:
-            run.freed_until_join[run.stream] = operation
+        if number is not None and run.stream:
+            run.freed_until_join.pop((run.stream, number), None)  # The new entry is the last one.
+            run.freed_until_join[run.stream, number] = operation
             return
+        run.free_at_join(run.stream)  # A join must not replace the operation by an earlier one of the same stream.
         run.freed[run.stream] = operation
-        if run.stream:  # A join must not replace the operation by an earlier one of the same stream.
-            run.freed_until_join.pop(run.stream, None)
 
     return execute
 
@@ -355,13 +356,14 @@ def _fork(b: _Binder, i: ir.Fork) -> BoundInstruction:
 
 
 def _join(b: _Binder, i: ir.Join) -> BoundInstruction:
-    streams = [(i.stream, k) for k in range(i.first or _count(b.program.streams, i.stream))]
+    all_streams = [(i.stream, k) for k in range(_count(b.program.streams, i.stream))]
+    streams = all_streams[: i.first]
 
     def execute(run: RankRun) -> None:
         running = tuple([run.last[stream] for stream in streams if stream in run.last])
         run.issue(Operation(i, run.rank, None, run.iteration, waits=running))
-        freed = [stream for stream in run.freed_until_join if stream[0] == i.stream]  # also on streams that `first` excludes
-        run.freed.update({stream: run.freed_until_join.pop(stream) for stream in freed})
+        for stream in all_streams:  # also the streams that `first` excludes
+            run.free_at_join(stream)
 
     return execute
 
@@ -417,7 +419,7 @@ def _let(b: _Binder, i: ir.Let) -> BoundInstruction:
 
 
 def _for(b: _Binder, i: ir.For) -> BoundInstruction:
-    count, outer_loops = b.size(i.count, i), b.loops
+    count, outer_loops, joined = b.size(i.count, i), b.loops, _joined(b, i.body)
     b.loops = (*outer_loops, i)
     body = b.nested(i.body)
     b.loops = outer_loops
@@ -434,6 +436,8 @@ def _for(b: _Binder, i: ir.For) -> BoundInstruction:
             for inner in body:
                 inner(run)
         run.iteration = outer
+        for stream in joined if not count else ():
+            run.free_at_join(stream)
 
     return execute
 
@@ -441,12 +445,24 @@ def _for(b: _Binder, i: ir.For) -> BoundInstruction:
 def _if(b: _Binder, i: ir.If) -> BoundInstruction:
     condition = b.expr(i.condition)
     body, orelse = b.nested(i.body), b.nested(i.orelse)
+    joined_in_body, joined_in_orelse = _joined(b, i.body), _joined(b, i.orelse)
 
     def execute(run: RankRun) -> None:
-        for inner in body if condition(run.environment) else orelse:
+        holds = condition(run.environment)
+        for stream in joined_in_body if not holds else ():
+            run.free_at_join(stream)
+        for inner in body if holds else orelse:
             inner(run)
+        for stream in joined_in_orelse if holds else ():
+            run.free_at_join(stream)
 
     return execute
+
+
+def _joined(b: _Binder, body: tree.Body) -> list[StreamInPool]:
+    """Streams that a body joins. If the body does not run, the arena frees their memory nevertheless, because its plan has all joins."""
+    pools = {name for i in tree.walk(body) for name in tree.names(i, "join")}
+    return [(pool.name, k) for pool in b.program.streams if pool.name in pools for k in range(pool.count)]
 
 
 def _on_mesh(b: _Binder, i: ir.OnMesh) -> BoundInstruction:

@@ -172,7 +172,10 @@ class _Inlining:
 
 def missing_deallocations(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
     """Yields a `deallocate` for each top-level allocation of `body` that no instruction of `around` frees."""
-    freed = {name for i in tree.walk(around) for name in tree.names(i, "free")}
+    freed = set[str]()
+    for i in tree.walk(around):
+        freed.difference_update(tree.names(i, "allocate"))  # An earlier body may have freed a buffer of this name.
+        freed.update(tree.names(i, "free"))
     for i in body:
         yield from (ir.Deallocate(name, location=i.location) for name in tree.names(i, "allocate") if name not in freed)
 
