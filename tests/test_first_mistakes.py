@@ -58,6 +58,28 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "2 // size": (lambda x: 2 // x.shape[0], {}, "2 // M: M is the name of a size that is known only at a call; write sizes as text"),
     "2 % size": (lambda x: 2 % x.shape[0], {}, "2 % M: M is the name of a size that is known only at a call; write sizes as text"),
     "size ** 2": (lambda x: x.shape[0] ** 2, {}, "M ** 2: M is the name of a size that is known only at a call; write sizes as text"),
+    "size == 4": (lambda x: x if x.shape[0] == 4 else -x, {}, "M == 4: M is the name of a size that is known only at a call; write sizes"),
+    "size != size": (lambda x: x if x.shape[0] != x.shape[1] else -x, {}, "M != K: M is the name of a size that is known only at a call"),
+    "shape ==": (lambda x: x if x.shape == (4, 4) else -x, {}, "M == 4: M is the name of a size that is known only at a call"),
+    "max of sizes": (lambda x: x * max(x.shape), {}, "K > M: K is the name of a size that is known only at a call"),
+    "size < 4": (lambda x: x * min(4, x.shape[0]), {}, "M < 4: M is the name of a size that is known only at a call"),
+    "range of a size": (lambda x: [*range(x.shape[0])], {}, "index M: M is the name of a size that is known only at a call"),
+    "int of a size": (lambda x: int(x.shape[0]), {}, "int M: M is the name of a size that is known only at a call"),
+    "sqrt of a size": (lambda x: x / math.sqrt(x.shape[1]), {}, "float K: K is the name of a size that is known only at a call; write"),
+    "NumPy's sqrt": (lambda x: x / np.sqrt(x.shape[1]), {}, "sqrt K: K is the name of a size that is known only at a call"),
+    "size & 1": (lambda x: x.shape[0] & 1, {}, "M & 1: M is the name of a size that is known only at a call"),
+    "an array": (
+        lambda x: x + np.ones((2, 2)),
+        {},
+        "add: array([[1., 1.], [1., 1.]]) is neither a tensor of this fusion nor a Python number",
+    ),
+    "slice from a size": (lambda x: x["M/2":], {}, "indexing: [M/2:] of dim 0 of f32[M@x, K] has a bound or step that is not an int"),
+    "slice to no size": (
+        lambda x: x[:"M//"],
+        {},
+        "indexing: [:M//] of dim 0 of f32[M@x, K] has no valid bound: not a size: 'M//'; write a name",
+    ),
+    "x.all_gather()": (lambda x: x.all_gather(), {}, "a tensor of a fusion has no all_gather; use hw.reshard(x, ...), which names"),
     "divmod": (lambda x: divmod(x.shape[0], 2), {}, "M // 2: M is the name of a size that is known only at a call; write 'M/2'"),
     "abs": (lambda x: abs(x.shape[0]), {}, "abs M: M is the name of a size that is known only at a call; write sizes as text"),
     "+size": (lambda x: +x.shape[0], {}, "+ M: M is the name of a size that is known only at a call; write sizes as text"),
@@ -424,6 +446,10 @@ def test_any_value_for_any_parameter_of_running_objects_is_accepted_or_refused(t
             lambda: pickle.dumps(PRODUCT),
             "program: a compiled program cannot be pickled; pickle the fusion, and compile it after",
         ),
+        (
+            lambda: hw.fusion(MESH, x=A),
+            "fusion: takes at most 0 positional arguments, but gets 1; write fusion(mesh=None, donate=(), **inputs)",
+        ),
         (lambda: hw.init("torch"), "hw.init: 'torch' is not a provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or omit it"),
         (lambda: hw.init(timeout="a minute"), "hw.init: timeout='a minute' is not a number of seconds; pass a number such as 60"),
         (lambda: PRODUCT(X, W, group="default"), "program: group='default' is not a group; pass the result of hw.init or group.split"),
@@ -435,3 +461,9 @@ def test_messages_of_mistakes(act: Callable[[], Any], message: str) -> None:
     with pytest.raises(HostweaveError) as caught:
         act()
     assert message in str(caught.value)
+
+
+def test_a_compiled_fusion_can_be_pickled() -> None:
+    fusion = fused(lambda x, w: hw.matmul(x, w), **WEIGHTED)
+    wanted = hw.compile(fusion).run(X, W)
+    np.testing.assert_array_equal(hw.compile(pickle.loads(pickle.dumps(fusion))).run(X, W), wanted)

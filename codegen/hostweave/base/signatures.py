@@ -74,7 +74,8 @@ def checked_arguments(kind: type[_T]) -> type[_T]:
 def _mismatched_call(function: Callable[..., object], error: Exception, args: Sequence[object], options: Mapping[str, object]) -> str:
     parameters, name, usage = _usage_of(function)
     by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    unknown = next((option for option in options if option not in by_name), None)
+    has_others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = None if has_others else next((option for option in options if option not in by_name), None)
     if unknown is None:
         said = str(error).partition("() ")[2]
         if said.startswith("takes "):  # Python counts `self`
@@ -105,13 +106,17 @@ def _wrong_type_of(
         values = [(parameter, each) for each in given] if kind is inspect.Parameter.VAR_POSITIONAL else [(parameter, given)]
         for argument, value in given.items() if kind is inspect.Parameter.VAR_KEYWORD else values:
             if kind is not None and of(value) and not _fits(value, hints[parameter]):
-                shown = " ".join(repr(value).split())  # one line
-                shown = shown if len(shown) < 100 else f"{shown[:100]}..."
                 usage = usage if len(usage) <= MAX_CHARACTERS else f"{name}({_without_type(parameters[parameter])})"
                 wanted = _types_text(hints[parameter])
                 article = "an" if wanted.lower().startswith(("a", "e", "i", "o", "u", "hw.")) else "a"
-                return f"{name}: {argument}={shown} is not {article} {wanted}; write {usage}"
+                return f"{name}: {argument}={shown(value)} is not {article} {wanted}; write {usage}"
     return None
+
+
+def shown(value: object) -> str:
+    """One line of a value, for error messages."""
+    line = " ".join(repr(value).split())
+    return line if len(line) < 100 else f"{line[:100]}..."
 
 
 @cache

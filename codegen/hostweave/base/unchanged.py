@@ -8,6 +8,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class _Facts(dict[object, tuple[object, Any]]):
+    """Cached facts of an object. Copies and pickles of the object begin without facts."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Facts, ()
+
+
 def is_same(old: Any, new: Any) -> bool:
     """True for the same object, and for a tuple and a sequence of the same objects."""
     return old is new or (isinstance(old, tuple) and isinstance(new, Sequence) and len(old) == len(new) and all(map(is_, old, new)))
@@ -15,7 +22,7 @@ def is_same(old: Any, new: Any) -> bool:
 
 def fact(node: object, key: object, given: object, compute: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Returns `compute(*args, **kwargs)`, a fact about an immutable object. Computes the fact again only if `given` has changed."""
-    known = node.__dict__.get("_facts") or node.__dict__.setdefault("_facts", {})
+    known = node.__dict__.get("_facts") or node.__dict__.setdefault("_facts", _Facts())
     found: tuple[object, T] | None = known.get(key)
     if found is None or found[0] != given:
         found = known[key] = given, compute(*args, **kwargs)

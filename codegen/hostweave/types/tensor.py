@@ -267,7 +267,7 @@ class TensorType:
         for array in arrays:
             _check_rank(self, _shape_of(array, "unshard"))
         shape = shape_of_global(self, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
-        result = np.empty(shape, arrays[0].dtype)
+        result = np.empty(shape, np.asarray(arrays[0]).dtype)
         for rank, array in zip(mesh.all_ranks, arrays, strict=True):
             if array.shape != (wanted := block_shape(self, mesh, rank, shape)):
                 why = f"rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}"

@@ -130,6 +130,8 @@ TOO_SMALL = [
     (lambda x: x[3], 2, "M - 4 = -2: a slice or an index exceeds its dim; pass at least 2 more, or take less"),
     (lambda x: x[3:], 2, "M - 3 = -1: a slice or an index exceeds its dim; pass at least 1 more, or take less"),
     (lambda x: x[::2], 3, "output y: M/2: 2 does not divide 3; pass a size that is divisible"),
+    (lambda x: x[:"M/2"], 3, "output y: M/2: 2 does not divide 3; pass a size that is divisible"),
+    (lambda x: x[2:"(M - 1)"], 2, "M - 3 = -1: a slice or an index exceeds its dim; pass at least 1 more, or take less"),
 ]
 
 
@@ -139,6 +141,16 @@ def test_a_slice_beyond_the_size_of_a_call(take: Callable[[hw.Tensor], hw.Tensor
     with pytest.raises(ArgumentError) as caught:
         compiled(fusion).run(x=np.zeros(size, np.float32))
     assert str(caught.value).endswith(message)
+
+
+def test_the_end_of_a_slice_can_be_a_size() -> None:
+    @hw.fusion(x=hw.f32["M", "K"], y=hw.f32["N"])
+    def parts(x, y):  # type: ignore[no-untyped-def]
+        return x[:"M/2"], x[1 : x.shape[0]], x[2:"(M - 1)"], x[:, 1:"K/2"] * 2, x[: y.shape[0]]
+
+    x = np.arange(24, dtype=np.float32).reshape(6, 4)
+    for got, want in zip(compiled(parts).run(x, np.zeros(5, np.float32)), (x[:3], x[1:], x[2:5], x[:, 1:2] * 2, x[:5]), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -20,7 +20,8 @@ LARGE_SIZE = 720720 << 20  # value of symbols in comparisons of bounds; divisibl
 
 
 def indexed(x: Tensor, key: IndexKey | tuple[IndexKey, ...]) -> Tensor:
-    """Part of x that the keys select. A key is a slice with a positive step, an int (drops a dim), `None` (adds a dim) or `...`.
+    """Part of x that the keys select. A key is a slice with a positive step, an int (drops a dim), `None` (adds a dim) or `...`. The end of a
+    slice may be a size as text: `x[:"M/2"]`.
 
     A slice must be within its dim, and must not be empty. If the size of the dim is symbolic, tracing checks both rules for large sizes
     only. Each call of the program then checks that the slice fits, and that the step divides the length if the length is symbolic. For
@@ -76,15 +77,20 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         text = ":".join("" if bound is None else str(bound) for bound in bounds)
         return ProgramError.here(f"indexing: [{text}] of dim {axis} of {x.type} {message}")
 
-    whole, step = x.type.shape[axis], 1 if key.step is None else key.step
-    for bound in (key.start, key.stop, step):
+    whole, step, end = x.type.shape[axis], 1 if key.step is None else key.step, key.stop
+    if isinstance(end, str):
+        try:
+            end = Size.of(str(end))
+        except ValueError as error:
+            raise fail(f"has no valid bound: {error}") from None
+    for bound in (key.start, None if isinstance(end, Size) else end, step):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
             raise fail("has a bound or step that is not an int; write an int, or split the dim with hw.reshape")
     if step < 1:
         raise fail(f"has {'a negative step' if step else 'step 0'}; use a step of at least 1")
     start, stop = (
-        default if bound is None else whole + bound if bound < 0 else Size(bound)
-        for bound, default in ((key.start, Size(0)), (key.stop, whole))
+        default if bound is None else bound if isinstance(bound, Size) else whole + bound if bound < 0 else Size(bound)
+        for bound, default in ((key.start, Size(0)), (end, whole))
     )
     least, most, size = map(_if_large, (start, stop, whole))
     if not 0 <= least <= size or not 0 <= most <= size:

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.base.signatures import with_ints
+from hostweave.base.signatures import shown, with_ints
 from hostweave.fusion_ir.frontend.remedies import SizeName
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -58,7 +58,7 @@ def record(
             why = "neither a tensor of this fusion nor a Python number; make it an input"
             if isinstance(operand, SizeName):
                 why = "a size that is known only at a call, not a number; use hw.mean for a mean, or make the number an input"
-            raise ProgramError(f"{kind}: {operand!r} is {why}", location)
+            raise ProgramError(f"{kind}: {shown(operand)} is {why}", location)
     known = [operand for operand in (*operands, beside) if operand is not None and not isinstance(operand, int | float)]
     if not known and not operands and target is not None:
         if (trace := being_traced.get()) is None:

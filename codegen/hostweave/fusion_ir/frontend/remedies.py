@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hostweave.base.errors import ProgramError, closest_word
+from hostweave.base.errors import ProgramError, closest_word, is_of_package
 from hostweave.types.size import Size, product
 
 # Names in other libraries, with the equivalent in hostweave.
@@ -39,6 +40,15 @@ _OTHER_WORDS = {
     "eye": "hw.arange(n)[:, None] == hw.arange(n)[None, :]",
     "linspace": "hw.arange(n, dtype=hw.f32) * step + first",
     **dict.fromkeys(("item", "numpy"), "the result of the program"),
+    "isnan": "x != x",
+    "logsumexp": "hw.log(hw.sum(hw.exp(x - m), axis, keepdims=True)) + m, with m = hw.max(x, axis, keepdims=True)",
+    "tril": "hw.where(hw.arange(m)[:, None] >= hw.arange(n)[None, :], x, 0)",
+    "triu": "hw.where(hw.arange(m)[:, None] <= hw.arange(n)[None, :], x, 0)",
+    "flip": "hw.take(x, n - 1 - hw.arange(n), axis)",
+    "roll": "hw.concat([x[-k:], x[:-k]], 0)",
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "redistribute"), "hw.reshard(x, ...), which names the new sharding"),
+    **dict.fromkeys(("all_reduce", "psum"), "hw.reshard(x, ...), or nothing: a sum over a sharded dim includes all ranks"),
+    "with_sharding_constraint": "hw.reshard(x, ...)",
 }
 
 
@@ -63,9 +73,19 @@ def _refused(sign: str, reverse: bool = False) -> Callable[..., NoReturn]:
     return lambda size, other="": size._refuse(sign, other, reverse)
 
 
+def _compared(sign: str, compare: Callable[[str, object], bool]) -> Callable[[SizeName, object], bool]:
+    def method(size: SizeName, other: object) -> bool:
+        is_unknown = isinstance(other, SizeName | int) and str.__eq__(size, other) is not True
+        if is_unknown and not is_of_package(sys._getframe(1)):
+            size._refuse(sign, other)
+        return compare(size, other)
+
+    return method
+
+
 class SizeName(str):
-    """Text of a symbolic size. Text can be appended. All other uses of `+ - * / // % **` raise a ProgramError, with the text of the
-    intended size if known. So do signs, divmod and abs."""
+    """Text of a symbolic size. Text can be appended. Code of users can compare the size with itself and with text. All other arithmetic,
+    comparisons and conversions raise a ProgramError, with the text of the intended size if known."""
 
     _extent: Size
 
@@ -100,6 +120,14 @@ class SizeName(str):
     __pow__, __rpow__ = _refused("**"), _refused("**", True)
     __neg__, __pos__, __abs__ = (_refused(word, True) for word in ("-", "+", "abs"))
     __mod__ = _refused("%")
+    __lt__, __le__, __gt__, __ge__ = map(_refused, ("<", "<=", ">", ">="))
+    __and__, __or__ = _refused("&"), _refused("|")
+    __int__, __index__, __float__ = (_refused(word, True) for word in ("int", "index", "float"))
+    __eq__, __ne__ = _compared("==", str.__eq__), _compared("!=", str.__ne__)
+    __hash__ = str.__hash__
+
+    def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
+        self._refuse(ufunc.__name__, "", True)
 
     def __rmod__(self, other: Any) -> str:
         if isinstance(other, str):  # "%s" % size
