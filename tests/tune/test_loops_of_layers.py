@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,16 @@ def model(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
     for i in range(LAYERS):
         x = layer(x, weights[f"w_{i}"], weights[f"v_{i}"])  # type: ignore[assignment]
     return x
+
+
+@hw.block(h=hw.f16["S", "N"], e=hw.f16["S@x", "K"], w=hw.f16["K", "N"])
+def decode(h: hw.Tensor, e: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+    return hw.relu(hw.reshard(e, "S", "K") @ w + h)
+
+
+@hw.fusion(mesh=hw.Mesh(x=2), h=hw.f16["S", "N"], e=hw.f16["S@x", "K"], w_0=hw.f16["K", "N"], w_1=hw.f16["K", "N"])
+def decoder(h: hw.Tensor, e: hw.Tensor, w_0: hw.Tensor, w_1: hw.Tensor) -> Any:
+    return decode(decode(h, e, w_0), e, w_1)
 
 
 def arrays(fusion: hw.Fusion, **sizes: int) -> dict[str, Any]:
@@ -53,4 +64,22 @@ def test_calls(rows: int) -> None:
 
     np.testing.assert_array_equal(program.run(**given), expected(given))
     np.testing.assert_array_equal(np.concatenate(threads.run(on_rank)), expected(given))
+    program.close()
+
+
+def test_a_gather_with_a_choice_stays_in_its_function() -> None:
+    """Without the choice, the callers gather ahead of the repeat. Each alternative can be stated, as the search states it."""
+    options = hw.Options(sizes=SIZES)
+    program = hw.compile(decoder, options=options)
+    (choice,) = program.choices
+    assert (choice.name, choice.chosen.name) == ("@decode %e_gathered", "put(2)")
+    for one in choice.alternatives:
+        made = hw.compile(decoder, options=replace(options, choices={choice.name: one.name}))
+        assert [each.chosen.name for each in made.choices] == [one.name]
+    for rows in (8, 5):
+        given = arrays(decoder, S=rows, K=4, N=2)
+        h = given["h"].astype(np.float64)
+        for name in ("w_0", "w_1"):
+            h = np.maximum(given["e"] @ given[name] + h, 0)
+        np.testing.assert_array_equal(program.run(**given), h)
     program.close()
