@@ -191,3 +191,11 @@ def test_causal_rows_in_zigzag_attend_to_gathered_keys(keys: str) -> None:
         return (y, lse, *hw.attention_backward(q, k, v, y, dy, lse, "top_left"))
 
     expect_results(causal, random_arrays(causal, {"S": 16}, seed=0))
+
+
+def test_keys_on_axes_of_different_sizes_with_the_same_lengths() -> None:
+    @hw.fusion(mesh=hw.Mesh(a=2, b=3), q=hw.f32[2, "S", 8], k=hw.f32[2, "T@a", 8], other=hw.f32[2, "T@b", 8], n=hw.i32[()])
+    def twice(q, k, other, n):  # type: ignore[no-untyped-def]
+        return tuple(hw.scaled_dot_product_attention(q, keys, keys, lengths=n) for keys in (k, other))
+
+    expect_results(twice, {**random_arrays(twice, {"S": 3, "T": 12}, seed=0), "n": np.array(7, np.int32)})

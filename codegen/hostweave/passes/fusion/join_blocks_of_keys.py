@@ -48,7 +48,7 @@ class _Joining(BlockWriter):
             return
         self.blocks, masks = op.result.type.mesh_in(self.mesh).size_of(axes), masks_of(op, op.tensors)
         self.lengths, self.bias = (tuple(name for word, name in masks.items() if word == wanted) for wanted in ("lengths", "bias"))
-        lengths = self.once(("lengths", *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
+        lengths = self.once(("lengths", self.blocks, *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
         blocks = ""
         if op.kind == "attention":
             blocks = self.make("attention", *op.tensors[:3], *lengths[1:], *self.bias, word="blocks", how=self.how)
