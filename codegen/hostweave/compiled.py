@@ -76,6 +76,11 @@ class Compiled:
             made = self.otherwise("in sequence", choices=choices)
         return made
 
+    @property
+    def stated_sequential(self) -> dict[str, str]:
+        """The user's choices of "none", the only alternative that each variant has."""
+        return {name: chosen for name, chosen in self.options.choices.items() if chosen == IN_SEQUENCE}
+
     @cached_property
     def marked(self) -> Compiled:
         """The same program with marks, which measure when its instructions run."""
@@ -90,7 +95,7 @@ class Compiled:
         try:
             made = at_sizes(self.given, sizes, [parameter.type for parameter in self.host.outputs])
             variant = f"at {', '.join(f'{name}={size}' for name, size in sizes.items())}"
-            return compiled(made, self.target.name, replace(self.options, sizes=rest), variant)
+            return compiled(made, self.target.name, replace(self.options, sizes=rest, choices=self.stated_sequential), variant)
         except ProgramError:
             return None
 
@@ -174,7 +179,7 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options, variant
     for choice in host.choices:
         log.info("%s", choice)
     known = [choice.name for choice in host.choices]
-    if unknown := [name for name in options.choices if name not in known]:
+    if not variant and (unknown := [name for name in options.choices if name not in known]):
         why = f"there is no choice named {unknown[0]}"
         raise ProgramError(f"{host.name}: Options: choices: {why}; choices at these sizes: {', '.join(known) or 'none'}")
     if unknown := [name for name in options.windows if name not in {p.name for p in (*host.arguments, *host.results)}]:
