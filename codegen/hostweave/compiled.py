@@ -71,7 +71,7 @@ class Compiled:
     def in_sequence(self) -> Compiled:
         """The same program without the chunk loops and the copies by copy engines that the compiler chose."""
         made, choices = self, dict[str, str]()
-        while loops := [choice.name for choice in made.host.choices if choice.chosen.chunks]:
+        while loops := [choice.name for choice in made.host.choices if choice.chosen.chunks and choice.name not in choices]:
             choices |= dict.fromkeys(loops, IN_SEQUENCE)  # The compiler may then choose other loops for the same matmuls.
             made = self.otherwise("in sequence", choices=choices)
         return made
