@@ -71,10 +71,15 @@ class Compiled:
     def in_sequence(self) -> Compiled:
         """The same program without the chunk loops and the copies by copy engines that the compiler chose."""
         made, choices = self, dict[str, str]()
-        while loops := [choice.name for choice in made.host.choices if choice.chosen.chunks]:
+        while loops := [choice.name for choice in made.host.choices if choice.chosen.chunks and choice.name not in choices]:
             choices |= dict.fromkeys(loops, IN_SEQUENCE)  # The compiler may then choose other loops for the same matmuls.
             made = self.otherwise("in sequence", choices=choices)
         return made
+
+    @property
+    def stated_sequential(self) -> dict[str, str]:
+        """The user's choices of "none", the only alternative that each variant has."""
+        return {name: chosen for name, chosen in self.options.choices.items() if chosen == IN_SEQUENCE}
 
     @cached_property
     def marked(self) -> Compiled:
@@ -90,7 +95,7 @@ class Compiled:
         try:
             made = at_sizes(self.given, sizes, [parameter.type for parameter in self.host.outputs])
             variant = f"at {', '.join(f'{name}={size}' for name, size in sizes.items())}"
-            return compiled(made, self.target.name, replace(self.options, sizes=rest), variant)
+            return compiled(made, self.target.name, replace(self.options, sizes=rest, choices=self.stated_sequential), variant)
         except ProgramError:
             return None
 
@@ -174,7 +179,7 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options, variant
     for choice in host.choices:
         log.info("%s", choice)
     known = [choice.name for choice in host.choices]
-    if unknown := [name for name in options.choices if name not in known]:
+    if not variant and (unknown := [name for name in options.choices if name not in known]):
         why = f"there is no choice named {unknown[0]}"
         raise ProgramError(f"{host.name}: Options: choices: {why}; choices at these sizes: {', '.join(known) or 'none'}")
     if unknown := [name for name in options.windows if name not in {p.name for p in (*host.arguments, *host.results)}]:

@@ -75,7 +75,8 @@ class Variants:
         return self._get("marked", lambda: self._compiled.marked)
 
     def on(self, machine: Machine) -> Running:
-        return self._get(machine, lambda: self._compiled.otherwise("without some transports", choices={}, machine=machine))
+        choices = self._compiled.stated_sequential
+        return self._get(machine, lambda: self._compiled.otherwise("without some transports", choices=choices, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> Running | None:
         """The program for arguments in windows. None if that would equal the program itself."""

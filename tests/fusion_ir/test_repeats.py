@@ -360,6 +360,19 @@ def test_each_call_reshards_its_tensor_of_a_group() -> None:
     check(lower(model, Options()), fusion=model)
 
 
+def test_a_tensor_of_a_group_is_used_in_another_sharding() -> None:
+    """The repeat reads the group in its sharding. A rank takes its columns of one weight."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M", "E"], **{f"w_{i}": hw.f32["E", "E"] for i in range(6)})
+    def model(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:
+        for weight in w.values():
+            x = hw.relu(x @ weight)
+        return x @ hw.reshard(w["w_2"], "E", "E@x")
+
+    assert str(model).count(" repeat ") == 1
+    check(lower(model, Options()), fusion=model)
+
+
 def test_a_value_between_calls_of_tied_weights_is_used() -> None:
     """The program uses values between calls of a layer. The first two calls share a weight, so there are more calls than weights."""
     model = taken_again((), order=(0, 0, 1, 2, 3))

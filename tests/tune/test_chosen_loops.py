@@ -245,6 +245,22 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     program.close()
 
 
+def test_uneven_sizes_with_stated_choices() -> None:
+    """A variant has constants for sizes that the ranks share unevenly. In the variant, only choices of "none" are sure to be possible."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"], t=hw.f32["M@x", 4])
+    def uneven(x: hw.Tensor, w: hw.Tensor, t: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return hw.matmul(hw.reshard(x, "M", "K"), w), hw.reshape(t * 2, -1)
+
+    random, sizes = np.random.default_rng(0), {"M": 8192, "K": 8192, "N": 8192}
+    x, w, t = (random.integers(-2, 3, shape).astype(np.float32) for shape in ((5, 3), (3, 2), (5, 4)))
+    for stated in ("put(2)", "none"):
+        program = hw.compile(uneven, options=hw.Options(sizes=sizes, choices={"@uneven %x_gathered": stated}))
+        for got, want in zip(program.run(x, w, t), (x @ w, 2 * t.ravel()), strict=True):
+            np.testing.assert_array_equal(got, want)
+        program.close()
+
+
 def weights_of(ranks: int) -> hw.Fusion:
     """Layers with sharded weights, which are gathered before their use. One weight is computed."""
 
@@ -412,13 +428,15 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the machine does not support one-sided transports, ranks of one process run a variant without chosen puts. A requested one-sided
     transport is an error."""
-    chosen = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW))
+    chosen = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW, choices={"@layer %h": "none", "@layer %z": "none"}))
     stated = hw.compile(layer(2), options=hw.Options(transport="one_sided"))
     monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, by: why_not(by))
     given = arrays()
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(chosen.run(**given)[0], (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
-    assert [one.compiled.variant for one in chosen.variants] == ["without some transports"]
+    (variant,) = chosen.variants
+    assert variant.compiled.variant == "without some transports"
+    assert {"h": "none", "z": "none"}.items() <= {choice.value: choice.chosen.name for choice in variant.compiled.host.choices}.items()
     refused = rf'layer: ranks cannot access each other.s memory: {OLD_DRIVER}; compile with transport="two_sided"'
     with pytest.raises(ExecutionError, match=refused):
         stated.run(**given)

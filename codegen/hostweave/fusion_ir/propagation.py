@@ -21,7 +21,7 @@ from hostweave.types.tensor import Dim, TensorType
 
 def with_shardings(fusion: Fusion) -> Fusion:
     """The fusion with the inferred shardings. Functions that it calls are as given."""
-    types = {value.name: value.type for value in fusion.inputs}
+    types, groups = {value.name: value.type for value in fusion.inputs}, {value.name for value in fusion.inputs if value.group}
     flows: dict[str, ShardingRule] = {}
     for op in fusion.ops:
         if op.kind not in RESHARDS:
@@ -30,7 +30,7 @@ def with_shardings(fusion: Fusion) -> Fusion:
     use_shardings: dict[str, list[Layout]] = {name: [layout(types[name])] for name in fusion.outputs}
     for op in reversed(fusion.ops):
         name = op.result.name
-        if op.kind not in RESHARDS:
+        if op.kind not in RESHARDS and not (op.kind == "select" and op.tensors[0] in groups):  # A repeat reads the whole group.
             types[name] = _backward(op.result, types[name], flows[name], use_shardings.get(name, []), fusion.mesh)
         # A consumer that is a reshard step, or is on another mesh, does not constrain its operand.
         if op.kind not in RESHARD_STEPS and all(types[operand].mesh == types[name].mesh for operand in op.tensors):

@@ -116,7 +116,7 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
     """If the compiler chose chunk loops, raises LoopsDoNotDivide if a loop, reshape or sharding does not divide a symbol or a sum of
     symbols. Does not check products and unknown sizes. Shapes are global. `()` stands for an unknown shape."""
     if required := _multiples(program):
-        dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
+        dims_and_shapes = [(p.type.shape, shape) for p, shape in zip(program.arguments, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in dims_and_shapes for dim, size in zip(dims, shape, strict=True) if dim.name}
         if size := next(_undivided(required, sizes), None):
             raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: chunk loops need a multiple of {required[size]}")

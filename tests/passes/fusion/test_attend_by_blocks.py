@@ -7,17 +7,18 @@ from typing import Any
 from stages_of_passes import before_and_after, changes
 
 import hostweave as hw
+from hostweave.check.check import check
 from hostweave.passes.fusion.attend_by_blocks import attend_by_blocks
 from hostweave.pipeline import lower
 
 
-def attending(chunks: int, of_values: int | None = None) -> hw.Fusion:
+def attending(chunks: int, of_values: int | None = None, algorithm: str = "p2p") -> hw.Fusion:
     keys = hw.f32[2, "T@cp", 16]
 
     @hw.fusion(mesh=hw.Mesh(cp=2), q=hw.f32[2, "S@cp", 16], k=keys, v=keys)
     def attending(q: Any, k: Any, v: Any) -> Any:
-        k = hw.reshard(k, 2, "T", 16).stream("T", chunks=chunks, algorithm="p2p")
-        v = hw.reshard(v, 2, "T", 16).stream("T", chunks=of_values or chunks, algorithm="p2p")
+        k = hw.reshard(k, 2, "T", 16).stream("T", chunks=chunks, algorithm=algorithm)
+        v = hw.reshard(v, 2, "T", 16).stream("T", chunks=of_values or chunks, algorithm=algorithm)
         return hw.attention(q, k, v)[0]
 
     return attending
@@ -40,3 +41,9 @@ def test_keys_and_values_are_one_gather_whose_chunks_are_attended_to() -> None:
 def test_chunks_other_than_blocks_of_ranks_are_not_changed() -> None:
     assert changes(attend_by_blocks, attending(4)) == ""
     assert changes(attend_by_blocks, attending(2, 4)) == ""
+
+
+def test_slices_of_every_shard_are_not_blocks() -> None:
+    """A collective gathers a slice of every shard in each iteration."""
+    assert changes(attend_by_blocks, attending(2, algorithm="all_gather")) == ""
+    check(lower(attending(2, algorithm="all_gather"), hw.Options()), fusion=attending(2, algorithm="all_gather"))

@@ -51,3 +51,4 @@ def test_without_gain_attention_is_not_pipelined() -> None:
     _, after = before_and_after(stream_keys_in_zigzag, attending(), hw.Options(sizes={"S": 16}))
     assert [op.kind for op in after.ops] == ["attention"]
     assert [choice.chosen.algorithm for choice in after.choices] == ["none"]
+    assert stream_keys_in_zigzag(after, hw.Options(sizes={"S": 16})) == after  # The fusion has the choice.

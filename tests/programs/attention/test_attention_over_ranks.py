@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_fusions import compiled, expect, expect_every_way, lowered, random_arrays
+from interpret import interpret
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
@@ -173,3 +174,28 @@ def test_an_int_number_of_keys_that_ranks_do_not_divide(keys: int, ranks: int) -
 
     arrays = random_arrays(attended, {}, seed=keys)
     expect(attended, arrays, compiled(attended).run(**arrays, ranks=True))
+
+
+def expect_results(fusion: Fusion, arrays: dict[str, Any]) -> None:
+    compiled(fusion).check()
+    expect(fusion, arrays, [tuple(rank.values()) for rank in interpret(lowered(fusion), arrays)])
+
+
+@pytest.mark.parametrize("keys", ["S@tp", "S@cp,tp", "S@zigzag(tp)"])
+def test_causal_rows_in_zigzag_attend_to_gathered_keys(keys: str) -> None:
+    rows, keys_type = hw.f32[2, "S@zigzag(cp)", 8], hw.f32[2, keys, 8]
+
+    @hw.fusion(mesh=hw.Mesh(cp=2, tp=2), q=rows, k=keys_type, v=keys_type, dy=rows)
+    def causal(q, k, v, dy):  # type: ignore[no-untyped-def]
+        y, lse = hw.attention(q, k, v, "top_left")
+        return (y, lse, *hw.attention_backward(q, k, v, y, dy, lse, "top_left"))
+
+    expect_results(causal, random_arrays(causal, {"S": 16}, seed=0))
+
+
+def test_keys_on_axes_of_different_sizes_with_the_same_lengths() -> None:
+    @hw.fusion(mesh=hw.Mesh(a=2, b=3), q=hw.f32[2, "S", 8], k=hw.f32[2, "T@a", 8], other=hw.f32[2, "T@b", 8], n=hw.i32[()])
+    def twice(q, k, other, n):  # type: ignore[no-untyped-def]
+        return tuple(hw.scaled_dot_product_attention(q, keys, keys, lengths=n) for keys in (k, other))
+
+    expect_results(twice, {**random_arrays(twice, {"S": 3, "T": 12}, seed=0), "n": np.array(7, np.int32)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,6 +135,22 @@ def test_named_rows(make: Callable[..., Fusion], algorithm: str | None) -> None:
         for got, want in zip(results if isinstance(results, tuple) else (results,), run_reference(fusion, arrays), strict=True):
             np.testing.assert_array_equal(got, want)
     program.close()
+
+
+@pytest.mark.parametrize("algorithm", [None, "p2p", "broadcast"])
+@pytest.mark.parametrize("dims", [("M@x", 4), ("M@x", "B", 4)], ids=str)
+def test_a_chunk_for_each_row(dims: tuple[Any, ...], algorithm: str | None) -> None:
+    """The loop divides its index by the rows of a shard, M/2 or M*B/2."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f64[dims], w=hw.f64[4, 3])
+    def rows(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return (hw.reshape(x, -1, 4) @ w).stream(0, algorithm=algorithm)
+
+    host = lower(rows, hw.Options())
+    check(host, fusion=rows)
+    for size in (6, 2):
+        arrays = arrays_of(rows, M=size, B=3)
+        compare(host, rows, arrays, interpret(host, arrays), str(host))
 
 
 @needs_cuda

@@ -9,7 +9,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_ops
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import channels_of, events_of
-from hostweave.host_ir.expr import Binary, Coordinate, Expr, Rank, Symbol, Var, leaves, range_of
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves, range_of
 from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
@@ -24,6 +24,18 @@ class Scope:
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
     trips: Size | None = None  # trip count of an enclosing loop, if the count may differ between ranks
+
+
+def _is_extent(divisor: Expr) -> bool:
+    """True for sums and products of symbols and positive constants, also divided by a constant. A loop of size 0 divides nothing."""
+    match divisor:
+        case Const(value):
+            return value > 0
+        case Symbol(size):
+            return isinstance(size, str)
+        case Binary("+" | "*", left, right) | Binary("/", left, Const() as right):
+            return _is_extent(left) and _is_extent(right)
+    return False
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction
@@ -196,8 +208,7 @@ class Checker:
             return
         if expr.op in ("/", "%"):
             least, _ = range_of(expr.right, {}, self.mesh)
-            is_size = isinstance(expr.right, Symbol) and isinstance(expr.right.size, str)  # A loop of size 0 divides nothing.
-            if not is_size and (least is None or least < 1):
+            if not _is_extent(expr.right) and (least is None or least < 1):
                 self.fail(f"{expr}: the divisor may be 0 or negative: divide by a positive number or a size")
         self.divisors(expr.left)
         self.divisors(expr.right)

@@ -33,7 +33,9 @@ def attend_by_blocks(fusion: Fusion, options: Options) -> Fusion:
 def _is_by_blocks(keys: GatheredKeys, fusion: Fusion) -> bool:
     streams, ranks = [gather.result.stream for gather in keys.gathers], fusion.mesh.size_of(keys.axes)
     stream = streams[0]
-    return stream == streams[1] and stream is not None and stream.chunks == ranks and stream.chunking in (None, "by_shard")
+    if stream is None or stream != streams[1] or stream.algorithm == keys.keys.kind:  # A collective gathers a slice of every shard.
+        return False
+    return stream.chunks == ranks and stream.chunking in (None, "by_shard")
 
 
 class _Attending(BlockWriter):

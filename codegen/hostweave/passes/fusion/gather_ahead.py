@@ -39,7 +39,8 @@ from hostweave.tune.overlaps import HIDDEN_SECONDS, is_better_inside
 
 def gather_ahead(fusion: Fusion, options: Options) -> Fusion:
     """Moves the gathers of a function if every caller can gather instead, and if the gathers take long enough to be worth a fork and a
-    wait. Gathers in chunk loops stay. With tensors on meshes of some ranks, nothing changes: other ranks would record no event."""
+    wait. Gathers in chunk loops stay. Gathers with an alternative in `options.choices` stay too, because choices name the function. With
+    tensors on meshes of some ranks, nothing changes: other ranks would record no event."""
     if options.overlap == "off" or any(op.result.type.mesh for op in fusion.all_ops):
         return fusion
     bodies, repeated = (*fusion.functions, fusion), set[str]()
@@ -49,7 +50,8 @@ def gather_ahead(fusion: Fusion, options: Options) -> Fusion:
     for body in bodies:
         body = replaced(body, body=tuple(_CallingBody(body, done, moved).items()))
         if body.name in repeated:
-            gathers = _movable(body, [op for other in bodies for op in other.ops if op.callee and op.callee.name == body.name])
+            calls = [op for other in bodies for op in other.ops if op.callee and op.callee.name == body.name]
+            gathers = [gather for gather in _movable(body, calls) if f"@{body.name} %{gather.result.name}" not in options.choices]
             times = seconds(body, options.sizes, options.figures, options.tf32)
             ahead = [gather for gather in gathers if not is_better_inside(gather, gathers, body, options, times)]
             if sum(times[gather.result.name] for gather in ahead) >= HIDDEN_SECONDS:

@@ -48,7 +48,7 @@ class _Joining(BlockWriter):
             return
         self.blocks, masks = op.result.type.mesh_in(self.mesh).size_of(axes), masks_of(op, op.tensors)
         self.lengths, self.bias = (tuple(name for word, name in masks.items() if word == wanted) for wanted in ("lengths", "bias"))
-        lengths = self.once(("lengths", *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
+        lengths = self.once(("lengths", self.blocks, *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
         blocks = ""
         if op.kind == "attention":
             blocks = self.make("attention", *op.tensors[:3], *lengths[1:], *self.bias, word="blocks", how=self.how)
@@ -62,7 +62,8 @@ class _Joining(BlockWriter):
         q, k, *_ = (self.types[name] for name in op.tensors)
         sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT)
         others = {*op.result.type.axes, *q.axes}
-        if isinstance(k.dims[-2].axes, Zigzag):  # In zigzag, the keys of a rank are not one block.
+        # In zigzag, the keys of a rank are not one block. Causal rows in zigzag become two ops, which attend to gathered keys.
+        if isinstance(k.dims[-2].axes, Zigzag) or (op[CAUSAL] and isinstance(q.dims[-2].axes, Zigzag)):
             return ()
         return () if ("lengths" in masks_of(op, op.tensors) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
 

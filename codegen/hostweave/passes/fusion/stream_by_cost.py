@@ -22,14 +22,16 @@ from hostweave.tune.overlaps import alternatives, candidates, choice_of
 
 
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
-    """Streams the ops of the chosen loops, and records the choices. Skips a candidate if one of its ops is already in a chosen loop."""
+    """Streams the ops of the chosen loops, and records the choices. Skips a candidate if one of its ops is already in a chosen loop, or if
+    the fusion already has the choice."""
     if options.overlap == "off":
         return fusion
     streams: dict[str, Stream] = {}  # streams of the ops on which a user would call `.stream()`
     in_loops: set[str] = set()
     choices: list[Choice] = []
     ordered = views_of_inputs_first(fusion)
-    found = [candidate for candidate in candidates(ordered, options.sizes) if not candidate.unknown]
+    made = {choice.value for choice in fusion.choices}
+    found = [one for one in candidates(ordered, options.sizes) if not one.unknown and one.reshard.result.name not in made]
     if not found:
         return fusion
     fusion = ordered

@@ -62,8 +62,11 @@ class _Numbering(OpRewriter):
             self.emit(op)
 
     def choose(self, op: Op) -> Choice | None:
-        """Chooses between a chunk loop and gathers without overlap. None if a size is unknown, or if no loop is possible."""
+        """Chooses between a chunk loop and gathers without overlap. None if a size is unknown, if no loop is possible, or if the fusion
+        already has the choice."""
         options, gathers = self.options, [self.gather(name, op) for name in op.tensors[1:]]
+        if gathers[0].result.name in {choice.value for choice in self.fusion.choices}:
+            return None
         gathered = {gather.tensors[0]: gather.result.name for gather in gathers}
 
         def with_gathers(each: Op) -> tuple[Op, ...]:
