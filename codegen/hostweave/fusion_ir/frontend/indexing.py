@@ -20,8 +20,8 @@ LARGE_SIZE = 720720 << 20  # value of symbols in comparisons of bounds; divisibl
 
 
 def indexed(x: Tensor, key: IndexKey | tuple[IndexKey, ...]) -> Tensor:
-    """Part of x that the keys select. A key is a slice with a positive step, an int (drops a dim), `None` (adds a dim) or `...`. The end of a
-    slice may be a size as text: `x[:"M/2"]`.
+    """Part of x that the keys select. A key is a slice with a positive step, an int (drops a dim), `None` (adds a dim) or `...`. The end of
+    a slice may be a size as text: `x[:"M/2"]`.
 
     A slice must be within its dim, and must not be empty. If the size of the dim is symbolic, tracing checks both rules for large sizes
     only. Each call of the program then checks that the slice fits, and that the step divides the length if the length is symbolic. For
