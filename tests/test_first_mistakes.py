@@ -68,6 +68,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "sqrt of a size": (lambda x: x / math.sqrt(x.shape[1]), {}, "float K: K is the name of a size that is known only at a call; write"),
     "NumPy's sqrt": (lambda x: x / np.sqrt(x.shape[1]), {}, "sqrt K: K is the name of a size that is known only at a call"),
     "size & 1": (lambda x: x.shape[0] & 1, {}, "M & 1: M is the name of a size that is known only at a call"),
+    "np.sum": (lambda x: np.sum(x), {}, "numpy.add: NumPy cannot compute with a tensor of a fusion; use operators and functions"),
     "an array": (
         lambda x: x + np.ones((2, 2)),
         {},
