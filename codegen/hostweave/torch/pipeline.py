@@ -21,6 +21,7 @@ from hostweave.torch.plan import AxesOfDims, mesh_of
 from hostweave.torch.schedules import schedule_of
 from hostweave.torch.stage_trace import example_of, traced_stage
 from hostweave.torch.stages import HERE, Source, Stage, WithLoss, cut, expect_matches, expect_own_parameters, stage_meshes_of
+from hostweave.torch.updates import hooked
 
 
 class Pipeline:
@@ -38,6 +39,9 @@ class Pipeline:
         self.grad_norm: torch.Tensor | None = None
         graphs = ((stage, (stage.forward, *stage.backward.values())) for stage in inputs.stages)
         self._folded = [Folded(stage.module, stage.outer, [one.graph for one in functions]) for stage, functions in graphs]
+        for stage in inputs.stages:
+            if why := hooked(stage.module.named_parameters()):
+                raise ProgramError(f"{HERE}: stage {stage.number}: {why}")
         self._wants = {id(one): one.requires_grad for stage in inputs.stages for one in stage.module.parameters()}
 
     @not_traced
@@ -105,7 +109,7 @@ class Pipeline:
 
     def _expect_unchanged(self) -> None:
         for stage, folded in zip(self._inputs.stages, self._folded, strict=True):
-            if changed := stage.state.changed() or folded.changed():
+            if changed := stage.state.changed() or folded.changed() or hooked(stage.module.named_parameters()):
                 raise ArgumentError(f"pipeline: stage {stage.number}: {changed}")
             for path, one in stage.module.named_parameters():
                 if self._wants.get(id(one)) != one.requires_grad:
