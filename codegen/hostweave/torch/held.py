@@ -78,6 +78,21 @@ def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
     return own.data_ptr(), own.dtype
 
 
+def span_of(tensor: Any) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor, or of this rank's part of a DTensor, and of the byte after its last one."""
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    elements = 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True)) if own.numel() else 0
+    return own.data_ptr(), own.data_ptr() + elements * own.itemsize
+
+
+def overlap(tensor: Any, other: Any) -> bool:
+    """True if tensors whose spans overlap have an element in common. Two columns of a matrix, for example, have none."""
+    if tensor.is_contiguous() and other.is_contiguous():
+        return True
+    one, two = (torch.arange(*span_of(of), of.itemsize).as_strided(of.shape, of.stride()).flatten() for of in (tensor, other))
+    return bool(torch.isin(one, two).any())
+
+
 def block_of(tensor: Any, rank: int | None, type: TensorType, mesh: Mesh) -> Any:
     """Block of a tensor that a rank holds, or the whole tensor if `rank` is None."""
     tensor = tensor.detach()
