@@ -104,7 +104,7 @@ class CompiledModule(Delegating):
         self._owned = {node: origin.value for node, origin in owned.items() if origin.kind == "constant"}
         self._owned |= {node: tensor_of(module, name) for node, name in of_module.items()}
         self._held_tensors = Held(module, dict.fromkeys((*graph.parameters.values(), *of_module.values())))
-        self._how, self._state = exported.how, State(module, exported.reads)
+        self._how, self._state = exported.how, State(module, exported.reads, exported.grad_mode)
         self._folded = Folded(module, graph, [one.graph for one in (bound, *others)])
 
     @property

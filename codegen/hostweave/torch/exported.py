@@ -63,6 +63,7 @@ class Exported(NamedTuple):
     program: ExportedProgram
     how: dict[str, str]  # path of a repeated layer -> how the layer was traced
     reads: dict[str, set[str]]  # path of a module -> attributes that the module read
+    grad_mode: bool | None  # grad mode of the trace if forward called torch.is_grad_enabled(), otherwise None
 
     @property
     def arguments(self) -> list[str]:
@@ -86,12 +87,13 @@ def exported(
     differentiated = [one for one in tensors if training or (one[1].requires_grad and not torch.is_inference_mode_enabled())]
     if why := inference_tensor(differentiated):
         raise ProgramError(f"{type(module).__name__}: {why}")
-    repeats, fixed, assigned = Repeats(module), [], dict[str, Location]()
+    repeats, fixed, assigned, asked = Repeats(module), [], dict[str, Location](), list[bool]()
     try:
         with (
             tracing,
             _without_traced_tensors(module, assigned),
             on_global_tensors(module),
+            replaced((torch, "is_grad_enabled", partial(_grad_mode, torch.is_grad_enabled, asked))),
             replaced(*_replacements(module), (lift_constants_pass, "_get_attr", partial(_constant, training, _get_attr))),
             _of_known_derivatives(module) if training else nullcontext(),
             torch.set_grad_enabled(training),
@@ -129,7 +131,7 @@ def exported(
             _name_outputs(program)
             program, names = _without_empty_operands(program), repeats.names_read(reads)
         cast_parameters(program, module)
-        return Exported(program, repeats.how, names)
+        return Exported(program, repeats.how, names, training if asked else None)
     except ProgramError:
         raise
     except Exception as error:
@@ -195,6 +197,13 @@ def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
         renamed = {key if key in kept else name(key): tensor for key, tensor in tensors.items()}
         tensors.clear()
         tensors.update(renamed)
+
+
+def _grad_mode(get: Callable[[], bool], asked: list[bool]) -> bool:
+    """Returns the grad mode, and records calls by code outside of torch and of this package."""
+    if not sys._getframe(2).f_code.co_filename.startswith(OF_TORCH):
+        asked.append(True)
+    return get()
 
 
 def _constant(training: bool, get: Callable[..., Any], root: nn.Module, path: str) -> Any:

@@ -22,7 +22,9 @@ CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType |
 class State:
     """The mode and submodules of a module, torch.autocast, and recorded values by the path of each module."""
 
-    def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
+    def __init__(self, module: nn.Module, reads: Mapping[str, set[str]], grad_mode: bool | None):
+        """`reads` and `grad_mode` are those of `Exported`."""
+        self._grad_mode = grad_mode
         self._module, self._training, self._autocast = module, module.training, autocast_dtypes()
         self._children = [submodule._modules for submodule in module.modules()]
         self._children_before = [dict(children) for children in self._children]
@@ -63,6 +65,7 @@ class State:
             is_same = (
                 [read(held) for read, held in self._fast] == self._expected
                 and (self._module.training, autocast_dtypes()) == (self._training, self._autocast)
+                and self._grad_mode in (None, torch.is_grad_enabled())
                 and self._children == self._children_before
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
@@ -81,6 +84,9 @@ class State:
         if (now := autocast_dtypes()) != self._autocast:
             why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile time"
             yield f"{why}; call it under the same autocast, or compile it within torch.autocast"
+        if self._grad_mode not in (None, torch.is_grad_enabled()):
+            why = f"forward calls torch.is_grad_enabled(), which returned {self._grad_mode} at compile time"
+            yield f"{why}; call it in torch.{'enable' if self._grad_mode else 'no'}_grad()"
         yield from (f"{change}; compile it again" for change in self._changes())
 
     def _changes(self) -> Iterator[str]:

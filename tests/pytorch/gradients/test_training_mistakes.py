@@ -353,6 +353,19 @@ def test_a_step_in_inference_mode() -> None:
         step(X)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_asks_for_the_grad_mode(training: bool, interpreted: None) -> None:
+    module = Layer(lambda self, x: self.up(x) * 2 if torch.is_grad_enabled() else self.up(x))
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), training=training)
+    module.requires_grad_(training)
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(model(X), module(X))
+    remedy = r"call it in torch.enable_grad\(\)" if training else r"call it in torch.no_grad\(\)"
+    message = rf"Layer: forward calls torch.is_grad_enabled\(\), which returned {training} at compile time; {remedy}"
+    with torch.set_grad_enabled(not training), pytest.raises(ArgumentError, match=message):
+        model(X)
+
+
 HOOKS = ["register_hook", "register_post_accumulate_grad_hook"]
 
 
