@@ -20,7 +20,7 @@ from hostweave.torch.bound import BoundProgram, on_stream
 from hostweave.torch.caches import continued
 from hostweave.torch.exported import Exported
 from hostweave.torch.graph import Graph
-from hostweave.torch.held import Folded, Held, tensor_of
+from hostweave.torch.held import Folded, Held, overlap, span_of, tensor_of
 from hostweave.torch.nodes import is_complex
 from hostweave.torch.randomness import new_seeds
 from hostweave.torch.state import State
@@ -98,13 +98,14 @@ class CompiledModule(Delegating):
         super().__init__(module)
         self._graph, self._specs, self._bound, self._ranges = graph, exported.program.call_spec, bound, exported.program.range_constraints
         self._varying = self._sizes()
+        self._apart: dict[str, tuple[int, int]] = {}  # addresses of the arguments of the last call, if the program writes to a tensor
         owned = {node: origin for node in {*graph.of_module, *graph.shared.values()} if (origin := graph.origins.get(node))}
         of_module = {node: origin.name for node, origin in owned.items() if origin.kind in ("parameter", "buffer")}
         self._owned = {node: origin.value for node, origin in owned.items() if origin.kind == "constant"}
         self._owned |= {node: tensor_of(module, name) for node, name in of_module.items()}
         self._held_tensors = Held(module, dict.fromkeys((*graph.parameters.values(), *of_module.values())))
-        self._how, self._state = exported.how, State(module, exported.reads)
-        self._folded = Folded(module, {name for of in (graph, bound.graph, *(one.graph for one in others)) for name in of.folded})
+        self._how, self._state = exported.how, State(module, exported.reads, exported.grad_mode)
+        self._folded = Folded(module, graph, [one.graph for one in (bound, *others)])
 
     @property
     def program(self) -> Program:
@@ -190,6 +191,7 @@ class CompiledModule(Delegating):
         expect_eager(self._name, tensors)
         self._expect_no_gradients(tensors)
         self._expect_unchanged()
+        self._expect_apart(arrays)
         return arrays
 
     def _expect_no_gradients(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -326,6 +328,24 @@ class CompiledModule(Delegating):
             seeds = new_seeds(self._name, int(self._graph.seeds.meta["val"].numel()), self._group())
             arrays[self._graph.names[self._graph.seeds]] = copied_to(self._device, seeds)
         return arrays
+
+    def _expect_apart(self, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Refuses an argument that shares memory with another tensor of the call, if the program writes to one of the two."""
+        written = {self._graph.names[node] for node in self._graph.written}
+        spans = {name: span_of(tensor) for name, tensor in arrays.items()} if written else {}
+        if spans == self._apart:
+            return
+        parameters = self._graph.parameters.items()
+        is_needed = not written.isdisjoint(arrays)  # otherwise, only written buffers can share memory with arguments
+        tensors = {**arrays, **{name: tensor_of(self._module, path) for name, path in parameters if is_needed or name in written}}
+        last: dict[bool, tuple[int, str]] = {}  # is the tensor written -> largest end so far, and name
+        for begin, end, name in sorted((*span_of(tensor), name) for name, tensor in tensors.items()):
+            for other_end, other in (last[is_written] for is_written in last if is_written or name in written):
+                if begin < min(end, other_end) and overlap(tensors[name], tensors[other]):
+                    why = f"{name} shares memory with {other}, and forward writes to one of the two"
+                    raise self._refused(f"{why}; pass a clone()")
+            last[name in written] = max(last.get(name in written, (0, "")), (end, name))
+        self._apart = spans
 
     def _passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Node, torch.Tensor]:
         spec = self._specs.in_spec

@@ -17,7 +17,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._decomp import decomposition_table
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._export.passes import lift_constants_pass
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, default_decompositions, export, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
@@ -62,6 +63,7 @@ class Exported(NamedTuple):
     program: ExportedProgram
     how: dict[str, str]  # path of a repeated layer -> how the layer was traced
     reads: dict[str, set[str]]  # path of a module -> attributes that the module read
+    grad_mode: bool | None  # grad mode of the trace if forward called torch.is_grad_enabled(), otherwise None
 
     @property
     def arguments(self) -> list[str]:
@@ -85,13 +87,14 @@ def exported(
     differentiated = [one for one in tensors if training or (one[1].requires_grad and not torch.is_inference_mode_enabled())]
     if why := inference_tensor(differentiated):
         raise ProgramError(f"{type(module).__name__}: {why}")
-    repeats, fixed, assigned = Repeats(module), [], dict[str, Location]()
+    repeats, fixed, assigned, asked = Repeats(module), [], dict[str, Location](), list[bool]()
     try:
         with (
             tracing,
             _without_traced_tensors(module, assigned),
             on_global_tensors(module),
-            replaced(*_replacements(module)),
+            replaced((torch, "is_grad_enabled", partial(_grad_mode, torch.is_grad_enabled, asked))),
+            replaced(*_replacements(module), (lift_constants_pass, "_get_attr", partial(_constant, training, _get_attr))),
             _of_known_derivatives(module) if training else nullcontext(),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
@@ -100,6 +103,7 @@ def exported(
         ):
             warnings.simplefilter("ignore", FutureWarning)  # torch.export warns about its own code
             warnings.filterwarnings("error", ".* assigned during export")
+            warnings.filterwarnings("ignore", "A model attribute .* requires gradient")  # refused in training
             warnings.filterwarnings("ignore", ".*_flat_weights")  # torch.export replaces weights of recurrent layers
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             try:
@@ -127,7 +131,7 @@ def exported(
             _name_outputs(program)
             program, names = _without_empty_operands(program), repeats.names_read(reads)
         cast_parameters(program, module)
-        return Exported(program, repeats.how, names)
+        return Exported(program, repeats.how, names, training if asked else None)
     except ProgramError:
         raise
     except Exception as error:
@@ -195,12 +199,30 @@ def _rename(program: ExportedProgram, name: Callable[[str], str]) -> None:
         tensors.update(renamed)
 
 
+def _grad_mode(get: Callable[[], bool], asked: list[bool]) -> bool:
+    """Returns the grad mode, and records calls by code outside of torch and of this package."""
+    if not sys._getframe(2).f_code.co_filename.startswith(OF_TORCH):
+        asked.append(True)
+    return get()
+
+
+def _constant(training: bool, get: Callable[..., Any], root: nn.Module, path: str) -> Any:
+    """Constant of an exported graph. For a parameter that is not registered, torch.export would drop the version counter and
+    requires_grad."""
+    value = get(root, path)
+    if not isinstance(value, nn.Parameter):
+        return value
+    with unset_fake_temporarily():
+        return value.detach().requires_grad_(training and value.requires_grad)
+
+
 def _refused(why: str, *_: Any, **__: Any) -> Any:
     raise ProgramError(why, Location.of_caller(TORCH))
 
 
 _GRADIENTS = "forward computes gradients, which is not compiled; compute them outside of the module, or use torch.func.jvp"
 _HOOK = "a hook is not compiled, so gradients would be wrong; express it with tensors and detach()"
+_INFERENCE = "forward uses torch.inference_mode(), whose tensors autograd cannot use; use torch.no_grad()"
 _SEED = """forward calls torch.manual_seed, which a program cannot repeat in each call; call it before the module: programs get their \
 seeds from torch's generator"""
 
@@ -270,6 +292,7 @@ _SLOW = (
     (exported_program, "_override_composite_implicit_decomp"),
     (torch.utils._traceback, "_extract_symbolized_tb"),
 )
+_get_attr = vars(lift_constants_pass)["_get_attr"]
 _slow: list[Any] = [getattr(owner, name, None) for owner, name in _SLOW]
 _collect, _override, _lines = _slow
 _collect_once = cache(lambda *registered: _collect())
@@ -313,7 +336,8 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
-    """Refuses hooks, which change gradients outside of the graph. Records each torch.autograd.Function of the user as one op."""
+    """Refuses inference mode, and hooks, which change gradients outside of the graph. Records each torch.autograd.Function of the user as
+    one op."""
     for path, submodule in module.named_modules():
         if submodule._backward_hooks or submodule._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
@@ -328,10 +352,15 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
             return function(*given)
         return call_function(cls, args, kwargs)
 
+    begin = torch.inference_mode.__enter__
+
+    def begin_inference(context: torch.inference_mode) -> None:
+        begin(context) if not context.mode else _refused(_INFERENCE)
+
     # Function.apply calls _SingleLevelFunction.apply, so a stored reference to Function.apply does too.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
-        replaced((torch.Tensor, "register_hook", partial(_refused, _HOOK))),
+        replaced((torch.Tensor, "register_hook", partial(_refused, _HOOK)), (torch.inference_mode, "__enter__", begin_inference)),
     ):
         yield
 

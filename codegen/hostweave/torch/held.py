@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hostweave.torch.graph import Graph
 from hostweave.torch.plan import tensors_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
@@ -34,11 +35,14 @@ class Held:
 
 
 class Folded:
-    """Tensors from which values in the program were computed at compile time. Writes to inference tensors, and writes through `.data`, may
-    not be noticed, because such writes change no version counter."""
+    """Tensors from which values in the program were computed at compile time. Writes to inference tensors, and writes to the memory of
+    `.data`, may not be noticed, because such writes change no version counter."""
 
-    def __init__(self, module: nn.Module, names: Iterable[str]):
-        self._slots = [(name, *slot_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
+    def __init__(self, module: nn.Module, outer: Graph, graphs: Iterable[Graph]):
+        """`outer` is the exported graph of the module. The tensors of `graphs` are those of `outer`, and values computed from them."""
+        known = {origin.name: origin.value for origin in outer.origins.values() if isinstance(origin.value, torch.Tensor)}
+        names = sorted(known.keys() & {name for of in (outer, *graphs) for name in of.folded})
+        self._slots = [_slot_or_constant(module, name, known) for name in names]
         self._copies = [tensor.detach().clone() for *_, tensor in self._slots]
         self._versions = self._now()
 
@@ -50,8 +54,8 @@ class Folded:
         why = "has changed, but the program holds values that were computed from it at compile time; compile it again"
         return f"{changed[0]} {why}" if changed else ""
 
-    def _now(self) -> list[int]:
-        return [tensor._version for *_, tensor in self._slots if not tensor.is_inference()]
+    def _now(self) -> list[tuple[int, int]]:
+        return [(0 if tensor.is_inference() else tensor._version, memory_of(tensor)[0]) for *_, tensor in self._slots]
 
 
 def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
@@ -74,6 +78,21 @@ def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
     return own.data_ptr(), own.dtype
 
 
+def span_of(tensor: Any) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor, or of this rank's part of a DTensor, and of the byte after its last one."""
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    elements = 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True)) if own.numel() else 0
+    return own.data_ptr(), own.data_ptr() + elements * own.itemsize
+
+
+def overlap(tensor: Any, other: Any) -> bool:
+    """True if tensors whose spans overlap have an element in common. Two columns of a matrix, for example, have none."""
+    if tensor.is_contiguous() and other.is_contiguous():
+        return True
+    one, two = (torch.arange(*span_of(of), of.itemsize).as_strided(of.shape, of.stride()).flatten() for of in (tensor, other))
+    return bool(torch.isin(one, two).any())
+
+
 def block_of(tensor: Any, rank: int | None, type: TensorType, mesh: Mesh) -> Any:
     """Block of a tensor that a rank holds, or the whole tensor if `rank` is None."""
     tensor = tensor.detach()
@@ -90,8 +109,9 @@ def placed_like(parameter: Any, block: Any) -> Any:
     return DTensor.from_local(block, *layout, run_check=False, shape=shape, stride=stride)
 
 
-def _is_tensor(module: nn.Module, path: str) -> bool:
+def _slot_or_constant(module: nn.Module, path: str, known: Mapping[str, torch.Tensor]) -> tuple[str, Mapping[str, Any], str, torch.Tensor]:
+    """Description and slot of a module's tensor, or of a tensor in `known` that is no attribute of a module, such as a global."""
     try:
-        return isinstance(tensor_of(module, path), torch.Tensor)
-    except AttributeError:  # a constant of the graph
-        return False
+        return path, *slot_of(module, path)
+    except AttributeError:
+        return f"a tensor of {list(known[path].shape)} that forward reads", known, path, known[path]

@@ -23,7 +23,7 @@ from hostweave.torch.derivatives import Derivatives
 from hostweave.torch.exported import decompositions, error_of_torch, without_code
 from hostweave.torch.graph import Graph, Origin, expect_known
 from hostweave.torch.layers import Layer
-from hostweave.torch.nodes import ATTENTION, name_of_constant, op_of, role_of
+from hostweave.torch.nodes import ATTENTION, location, name_of_constant, op_of, role_of
 from hostweave.torch.ops import Silu, call_recorded, composed_attention, matmul, ops
 from hostweave.torch.patterns import repeated, rotated, word_of_constant_mask, word_of_mask
 from hostweave.torch.plan import AxesOfDims, Layouts, text_of
@@ -216,6 +216,12 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
             value = outer.constants.get(argument)
             if isinstance(value, torch.Tensor) and argument not in sources and not word_of_mask(node, argument, value):
                 sources.append(argument)
+    for node, origin in outer.origins.items():
+        is_lost = origin.kind in ("buffer", "constant") and isinstance(origin.value, torch.Tensor) and origin.value.requires_grad
+        if is_lost and node.users:
+            name = f"the buffer {origin.name}" if origin.kind == "buffer" else f"a tensor of {list(origin.value.shape)} that forward reads"
+            remedy = "register it as an nn.Parameter of the module, or call requires_grad_(False)"
+            raise ProgramError(f"training: {name} requires grad, but is not a parameter; {remedy}", location(next(iter(node.users))))
     origins = [replace(_origin_of(outer, node), kind="written") if node in outer.written else _origin_of(outer, node) for node in sources]
     fakes = [_fake(outer, node, origin, needs_gradient) for node, origin in zip(sources, origins, strict=True)]
     differentiable: list[bool] = []

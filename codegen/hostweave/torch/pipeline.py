@@ -15,12 +15,13 @@ from hostweave.base.errors import ArgumentError, HostweaveError, ProgramError
 from hostweave.options import Options, options_of
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import not_traced
-from hostweave.torch.held import block_of, placed_like, tensor_of
+from hostweave.torch.held import Folded, block_of, placed_like, tensor_of
 from hostweave.torch.pipeline_program import PipelineInputs, recorded
 from hostweave.torch.plan import AxesOfDims, mesh_of
 from hostweave.torch.schedules import schedule_of
 from hostweave.torch.stage_trace import example_of, traced_stage
 from hostweave.torch.stages import HERE, Source, Stage, WithLoss, cut, expect_matches, expect_own_parameters, stage_meshes_of
+from hostweave.torch.updates import hooked
 
 
 class Pipeline:
@@ -36,6 +37,11 @@ class Pipeline:
     def __init__(self, inputs: PipelineInputs, program: Program, names: list[str]):
         self.program, self._inputs, self._names = program, inputs, names
         self.grad_norm: torch.Tensor | None = None
+        graphs = ((stage, (stage.forward, *stage.backward.values())) for stage in inputs.stages)
+        self._folded = [Folded(stage.module, stage.outer, [one.graph for one in functions]) for stage, functions in graphs]
+        for stage in inputs.stages:
+            if why := hooked(stage.module.named_parameters()):
+                raise ProgramError(f"{HERE}: stage {stage.number}: {why}")
         self._wants = {id(one): one.requires_grad for stage in inputs.stages for one in stage.module.parameters()}
 
     @not_traced
@@ -102,8 +108,8 @@ class Pipeline:
         return rank is None or rank in self._inputs.types[name].mesh_in(self.program.mesh).all_ranks
 
     def _expect_unchanged(self) -> None:
-        for stage in self._inputs.stages:
-            if changed := stage.state.changed():
+        for stage, folded in zip(self._inputs.stages, self._folded, strict=True):
+            if changed := stage.state.changed() or folded.changed() or hooked(stage.module.named_parameters()):
                 raise ArgumentError(f"pipeline: stage {stage.number}: {changed}")
             for path, one in stage.module.named_parameters():
                 if self._wants.get(id(one)) != one.requires_grad:

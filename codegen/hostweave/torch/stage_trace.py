@@ -78,7 +78,7 @@ def traced_stage(
     for node, origin in zip(backward.returned, joint.origins, strict=True):
         if node in backward.constants:
             raise ProgramError(f"{HERE}: stage {number}: the gradient of {origin.name} is a constant; set its requires_grad to False")
-    stage = Stage(number, module, mesh, sources, outer, joint, forward, State(module, graph_of.reads))
+    stage = Stage(number, module, mesh, sources, outer, joint, forward, State(module, graph_of.reads, graph_of.grad_mode))
     every = [at for at, node in enumerate(backward.returned) if isinstance(node, Node)]
     of_inputs = [at for at in every if stage.source_of(at) is not None]
     if not splits:

@@ -1,11 +1,11 @@
 """Attributes of modules, except parameters and buffers, that a forward pass reads. A call raises ArgumentError if one has changed.
 
-Reads are recorded during the trace. A call also compares hooks, and the `forward` of classes.
+Reads are recorded during the trace, including reads of a class, such as those of its functions. A call also compares hooks.
 """
 
 import types
 from collections.abc import Iterator, Mapping
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -22,29 +22,39 @@ CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType |
 class State:
     """The mode and submodules of a module, torch.autocast, and recorded values by the path of each module."""
 
-    def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
+    def __init__(self, module: nn.Module, reads: Mapping[str, set[str]], grad_mode: bool | None):
+        """`reads` and `grad_mode` are those of `Exported`."""
+        self._grad_mode = grad_mode
         self._module, self._training, self._autocast = module, module.training, autocast_dtypes()
         self._children = [submodule._modules for submodule in module.modules()]
         self._children_before = [dict(children) for children in self._children]
         modules = {path: submodule for path, submodule in module.named_modules() if path in reads}
         self._names = {path: sorted(reads[path] - _OF_TORCH) for path in modules}
         self._held = {path: vars(submodule) for path, submodule in modules.items()}
-        self._values = {path: {name: held.get(name, _ABSENT) for name in self._names[path]} for path, held in self._held.items()}
+        self._kinds = {path: type(submodule) for path, submodule in modules.items()}
+        self._values = {path: {name: self._value(path, name) for name in names} for path, names in self._names.items()}
         of_instances = {path: [name for name in names if name in self._held[path]] for path, names in self._names.items()}
-        self._fast = [(itemgetter(*names), self._held[path]) for path, names in of_instances.items() if names]
+        self._fast: list[Any] = [(itemgetter(*names), self._held[path]) for path, names in of_instances.items() if names]
+        of_kinds: dict[type, dict[str, None]] = {}
+        for path, kind in self._kinds.items():
+            names = [name for name in self._names[path] if name not in self._held[path] and _in_class(kind, name) is not _ABSENT]
+            of_kinds.setdefault(kind, {}).update(dict.fromkeys(names))
+        self._fast += [(attrgetter(*names), kind) for kind, names in of_kinds.items() if names]
         self._expected = [read(held) for read, held in self._fast]
         # getattr(submodule, name) would run properties. Properties, such as those of spectral_norm, may write to buffers.
-        of_modules = ((type(modules[path]), held, name) for path, held in self._held.items() for name in self._names[path])
+        of_modules = ((self._kinds[path], held, name) for path, held in self._held.items() for name in self._names[path])
         found = [held.get(name, getattr(kind, name, None)) for kind, held, name in of_modules]
         self._contents = [(one, _contents(one), _contents(one).copy()) for one in _containers(found)]
         self._live, self._before = [live for _, live, _ in self._contents], [before for *_, before in self._contents]
-        self._classes = list({type(submodule): None for submodule in modules.values()})
-        self._forwards = [of.forward for of in self._classes]
         every = [(path, getattr(submodule, name)) for path, submodule in module.named_modules() for name in _HOOKS]
         every += [("every module", getattr(of_all_modules, f"_global{name}")) for name in _HOOKS]
         self._hooks = [(path, hooks, list(hooks)) for path, hooks in every]
         self._sized = [*self._held.values(), *(hooks for _, hooks, there in self._hooks if there)]
         self._note_counts()
+
+    def _value(self, path: str, name: str) -> Any:
+        held = self._held[path]
+        return held[name] if name in held else _in_class(self._kinds[path], name)
 
     def _note_counts(self) -> None:
         self._sizes, self._handles = list(map(len, self._sized)), RemovableHandle.next_id
@@ -55,11 +65,11 @@ class State:
             is_same = (
                 [read(held) for read, held in self._fast] == self._expected
                 and (self._module.training, autocast_dtypes()) == (self._training, self._autocast)
+                and self._grad_mode in (None, torch.is_grad_enabled())
                 and self._children == self._children_before
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
                 and RemovableHandle.next_id == self._handles  # no hook was added to any module
-                and [of.forward for of in self._classes] == self._forwards
             )
         except Exception:  # a comparison of tensors, or a missing attribute
             is_same = False
@@ -74,6 +84,9 @@ class State:
         if (now := autocast_dtypes()) != self._autocast:
             why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile time"
             yield f"{why}; call it under the same autocast, or compile it within torch.autocast"
+        if self._grad_mode not in (None, torch.is_grad_enabled()):
+            why = f"forward calls torch.is_grad_enabled(), which returned {self._grad_mode} at compile time"
+            yield f"{why}; call it in torch.{'enable' if self._grad_mode else 'no'}_grad()"
         yield from (f"{change}; compile it again" for change in self._changes())
 
     def _changes(self) -> Iterator[str]:
@@ -81,20 +94,24 @@ class State:
             yield from (f"{name} was replaced after compilation" for name, child in before.items() if now.get(name) is not child)
         if self._module.training != self._training:
             yield f"the mode has changed from {'train' if self._training else 'eval'}()"
-        for path, held in self._held.items():
-            for name in self._names[path]:
-                before, now = self._values[path][name], held.get(name, _ABSENT)
+        for path, names in self._names.items():
+            for name in names:
+                before, now = self._values[path][name], self._value(path, name)
                 if not is_same(before, now):
                     yield f"{path}.{name}".lstrip(".") + _written(before, now)
-        for of, forward in zip(self._classes, self._forwards, strict=True):
-            if of.forward is not forward:
-                yield f"forward of {of.__name__} was replaced after compilation"
         for one, live, before in self._contents:
             if not is_same(before, live):
                 yield _difference(one, before)
         for path, hooks, there in self._hooks:
             if list(hooks) != there:
                 yield f"{path or 'the module'} has other hooks than at compile time"
+
+
+def _in_class(kind: type, name: str) -> Any:
+    """Number or function of a class. _ABSENT for other attributes, and for functions of nn.Module."""
+    found = getattr(kind, name, _ABSENT)
+    is_compared = isinstance(found, (*NUMBERS, types.FunctionType)) and found is not getattr(nn.Module, name, _ABSENT)
+    return found if is_compared else _ABSENT
 
 
 def _written(before: Any, now: Any) -> str:

@@ -61,6 +61,7 @@ class Differentiated(CompiledModule):
         arrays = self._arrays(args, kwargs)
         expect_eager(self._name, [*self._held_tensors.tensors, *arrays.values()])
         self._expect_unchanged()
+        self._expect_apart(arrays)
         if torch.is_grad_enabled() and (found := inference_tensor(arrays.items())):
             raise self._refused(found)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}

@@ -65,8 +65,9 @@ def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor
     """Records the optimizer's step for each parameter (input of the program, path, tensor)."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ProgramError(f"optimizer: {optimizer!r} is not a torch.optim.Optimizer; pass an optimizer of the parameters of the module")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise ProgramError("optimizer: hooks on its step are not supported; remove them, or omit optimizer=")
+    parameters = list(parameters)
+    if why := hooked((one[1:] for one in parameters), optimizer):
+        raise ProgramError(f"optimizer: {why}")
     group_of = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     recorded: dict[object, RecordedStep] = {}
     found = []
@@ -79,6 +80,15 @@ def updated_by(optimizer: Any, parameters: Iterable[tuple[str, str, torch.Tensor
             recorded[alike] = RecordedStep(optimizer, *alike[:3], state)
         found.append(Updated(name, path, tensor, recorded[alike]))
     return found
+
+
+def hooked(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Error text for hooks that a program would not call, or ""."""
+    if optimizer and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+        return "hooks on the step of the optimizer are not supported; remove them, or omit optimizer="
+    found = next((path for path, one in parameters if one._backward_hooks or one._post_accumulate_grad_hooks), "")
+    remedy = "remove them, or compile the module with training=True and without optimizer="
+    return f"{found} has hooks on its gradient, which the program would not call; {remedy}" if found else ""
 
 
 class Updates:
@@ -176,10 +186,13 @@ class Updates:
     # --- a call --------------------------------------------------------------------------------------------------------
 
     def expect_held(self, name: str, sharded: Mapping[str, TensorType]) -> None:
-        """Refuses a step in torch.inference_mode(), if the optimizer has lost a parameter, or if a parameter of this rank is not sharded as
-        in the program. `sharded` has the types of this rank's inputs, and is empty without a group."""
+        """Refuses a step in torch.inference_mode(), and a step with hooks. Also refuses a step if the optimizer has lost a parameter, or
+        if a parameter of this rank is not sharded as in the program. `sharded` has the types of this rank's inputs, and is empty without
+        a group."""
         if torch.is_inference_mode_enabled():
             raise ArgumentError(f"{name}: torch.inference_mode() is on, in which no tensor can be trained; call the step outside of it")
+        if why := hooked(((one.path, one.parameter) for one in self.parameters), self.optimizer):
+            raise ArgumentError(f"{name}: {why}")
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
         if gone := next((one.path for one in self.parameters if id(one.parameter) not in held), None):
             raise ArgumentError(f"{name}: the optimizer no longer has {gone}; compile it again")

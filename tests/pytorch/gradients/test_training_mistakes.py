@@ -28,6 +28,8 @@ class Layer(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
         self.written = written
+        if written is with_a_trained_buffer:
+            self.register_buffer("scale", torch.ones(8, requires_grad=True))
 
     def forward(self, x: Any, scale: Any = None) -> Any:
         if self.written:
@@ -69,6 +71,20 @@ def custom_function(self: Any, x: Any) -> Any:
     return nn.functional.embedding(torch.arange(4), self.up.weight, scale_grad_by_freq=True)
 
 
+UNREGISTERED, OF_FUNCTION = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+
+def in_inference_mode(self: Any, x: Any) -> Any:
+    with torch.inference_mode():
+        y = x * 2
+    return self.up(x).sum() + y.sum()
+
+
+def with_a_trained_buffer(self: Any, x: Any) -> Any:
+    return self.up(x * self.scale)
+
+
+LOST = "requires grad, but is not a parameter; register it as an nn.Parameter of the module, or call requires_grad_"
 MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     "in-place on a parameter": (in_place_on_a_parameter, "(?s)Layer: torch.export: .*a leaf Variable that requires grad"),
     "in-place on a view": (in_place_on_a_view_of_a_parameter, "(?s)Layer: torch.export: .*a view of a leaf Variable that requires grad"),
@@ -77,6 +93,10 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
         unsupported_op,
         r"ops that are not supported: aten._linalg_svd.default, 1 times, first at test_training_mistakes.py:\d+",
     ),
+    "closure": (lambda self, x: self.up(x * UNREGISTERED.exp()), rf"training: a tensor of \[8\] that forward reads {LOST}"),
+    "other module": (lambda self, x: self.up(OF_FUNCTION(x)), rf"training: a tensor of \[8, 8\] that forward reads {LOST}"),
+    "buffer": (with_a_trained_buffer, f"training: the buffer scale {LOST}"),
+    "inference mode": (in_inference_mode, r"forward uses torch.inference_mode\(\), .*; use torch.no_grad\(\)"),
     "no parameters": (without_parameters, "no result depends on a tensor that requires grad; .* or compile without training=True"),
     "branch": (
         branch_on_data,
@@ -331,3 +351,56 @@ def test_a_step_in_inference_mode() -> None:
         pytest.raises(ArgumentError, match=r"Layer: torch.inference_mode\(\) is on, .*; call the step outside of it"),
     ):
         step(X)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_asks_for_the_grad_mode(training: bool, interpreted: None) -> None:
+    module = Layer(lambda self, x: self.up(x) * 2 if torch.is_grad_enabled() else self.up(x))
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), training=training)
+    module.requires_grad_(training)
+    with torch.set_grad_enabled(training):
+        torch.testing.assert_close(model(X), module(X))
+    remedy = r"call it in torch.enable_grad\(\)" if training else r"call it in torch.no_grad\(\)"
+    message = rf"Layer: forward calls torch.is_grad_enabled\(\), which returned {training} at compile time; {remedy}"
+    with torch.set_grad_enabled(not training), pytest.raises(ArgumentError, match=message):
+        model(X)
+
+
+HOOKS = ["register_hook", "register_post_accumulate_grad_hook"]
+
+
+def squares(module: Any, optimizer: Any = None) -> Any:
+    options: Any = {"training": True} if optimizer is None else {"optimizer": optimizer}
+    return hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), **options)
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_hooks_on_parameters_of_a_step(register: str, interpreted: None) -> None:
+    module = Layer(lambda self, x: self.down(self.up(x)).square().mean())
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    step, found = squares(module, optimizer), []
+    hook = getattr(module.up.weight, register)(lambda _: found.append(1))
+    with pytest.raises(ArgumentError, match=r"Layer: up.weight has hooks on its gradient, which the program would not call; remove them"):
+        step(X)
+    with pytest.raises(ProgramError, match=r"optimizer: up.weight has hooks on its gradient, which the program would not call; remove"):
+        squares(module, optimizer)
+    squares(module)(X).backward()
+    assert found == [1]
+    hook.remove()
+    step(X)
+    optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ArgumentError, match="Layer: hooks on the step of the optimizer are not supported; remove them, or omit optimizer="):
+        step(X)
+
+
+def test_hooks_on_parameters_of_a_pipeline(interpreted: None) -> None:
+    stages: list[Any] = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    hook = stages[0].weight.register_hook(lambda _: None)
+    options: Any = {"microbatches": 2, "loss": nn.functional.mse_loss}
+    with pytest.raises(ProgramError, match="stage 0: weight has hooks on its gradient, which the program would not call; remove them"):
+        hostweave.torch.compile(stages, hw.Mesh(pp=2), {}, (X, X), **options)
+    hook.remove()
+    step = hostweave.torch.compile(stages, hw.Mesh(pp=2), {}, (X, X), **options)
+    stages[1].weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ArgumentError, match=r"pipeline: stage 1: stage.weight has hooks on its gradient, which the program would not call"):
+        step(X, X)

@@ -112,9 +112,12 @@ class Changing(nn.Module):
         self.config = config or SimpleNamespace(shift=1.0, parts={"bias": 1})
         self.rows, self.threshold = ([0.0],), math.nan
 
+    def offset(self) -> float:
+        return 1.0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dropout(self.linear(x)) * self.scale + self.config.shift * self.config.parts["bias"] + self.rows[0][0]
-        return y + 1 if self.flag or self.threshold > 0 else y
+        return y + self.offset() if self.flag or self.threshold > 0 else y - self.offset()
 
 
 def _forward(module: Any) -> None:
@@ -127,7 +130,7 @@ def _hook(module: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attribute": (lambda m: setattr(m, "scale", 3.0), "scale is 3.0, and was 2.0 at compile time"),
-    "flag of the class": (lambda m: setattr(m, "flag", True), "flag was changed after compilation"),
+    "flag of the class": (lambda m: setattr(m, "flag", True), "flag is True, and was False at compile time"),
     "deleted": (lambda m: delattr(m, "scale"), "scale was changed after compilation"),
     "hook": (_hook, "linear has other hooks than at compile time"),
     "forward": (_forward, "linear.forward was changed after compilation"),
@@ -239,6 +242,62 @@ def test_a_tensor_that_is_stored_in_the_module_is_refused(store: Any, message: s
     assert module.last is None
     assert module.every == []
     assert vars(module).keys() == before.keys()
+
+
+def test_a_class_that_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Changing().eval()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+    other: Any = lambda self: 2.0  # noqa: E731
+    for name, value, message in (
+        ("flag", True, "is True, and was False at"),
+        ("offset", other, "was changed"),
+        ("forward", other, "was changed"),
+    ):
+        with monkeypatch.context() as patched, torch.no_grad():
+            model(X)
+            patched.setattr(Changing, name, value)
+            with pytest.raises(ArgumentError, match=f"Changing: {name} {message} .*; compile it again"):
+                model(X)
+
+
+OF_GLOBAL = torch.ones(8)
+
+
+class OfTensors(nn.Module):
+    """A module with tensors that are no buffers. The program holds values that are computed from these tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed, self.named = [torch.ones(8)], {"a": torch.ones(8)}
+        self.config, self.own = SimpleNamespace(a=torch.ones(8)), torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.listed[0] + self.named["a"] + self.config.a + self.own + OF_GLOBAL).exp()
+
+
+def _data(module: Any) -> None:
+    module.own.data = torch.zeros(8)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "list": lambda m: m.listed[0].fill_(2),
+    "dict": lambda m: m.named["a"].fill_(2),
+    "object": lambda m: m.config.a.fill_(2),
+    "global": lambda m: OF_GLOBAL.fill_(2),
+    "data": _data,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_to_a_tensor_that_is_no_buffer_is_refused(write: Callable[[Any], Any], interpreted: None) -> None:
+    module = OfTensors()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+    torch.testing.assert_close(model(X), module(X))
+    write(module)
+    message = r"(own|a tensor of \[8\] that forward reads) has changed, but the program holds values .*; compile it again"
+    with pytest.raises(ArgumentError, match=message):
+        model(X)
+    OF_GLOBAL.fill_(1)
 
 
 def test_changes_of_layers_that_were_not_traced_are_detected() -> None:

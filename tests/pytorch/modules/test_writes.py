@@ -162,3 +162,26 @@ def test_sizes_for_which_it_was_not_compiled() -> None:
         torch.testing.assert_close(model(torch.ones(8, 4)), module(torch.ones(8, 4)))
         with pytest.raises(ArgumentError, match="input has 9 elements along dim 0, and was compiled for 2 to 8; compile it for that size"):
             model(torch.ones(9, 4))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(4))
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        y.add_(1)
+        return x * self.scale + y + self.count
+
+
+def test_arguments_that_share_memory_with_written_tensors() -> None:
+    module, row, rows = Counted(), torch.ones(8), torch.ones(4, 2)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (row[:4], row[4:]))
+    for x, y in ((row[:4], row[4:]), (rows[:, 0], rows[:, 1]), (module.scale, row[:4])):
+        torch.testing.assert_close(model(x, y), x * module.scale + y + module.count)
+    shared = (row[:4], row[3:7]), (row[3:7], row[:4]), (row[:4], module.scale), (module.count, row[:4]), (rows[:, 0], rows[:, 0])
+    for x, y in shared:
+        with pytest.raises(ArgumentError, match=r"Counted: \w+ shares memory with \w+, and forward writes to one of the two; pass a clone"):
+            model(x, y)

@@ -303,6 +303,25 @@ def test_mistakes_with_optimizers(changed: dict[str, Any], message: str) -> None
         hostweave.torch.compile(stages, hw.Mesh(pp=2), {}, (x, x), **options)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) * self.scale.exp()
+
+
+def test_a_write_to_a_buffer_after_compilation() -> None:
+    stages, x = [Scaled(), Scaled()], torch.ones(4, WIDTH)
+    step = hostweave.torch.compile(stages, hw.Mesh(pp=2), {}, (x, x), microbatches=2, loss=nn.functional.mse_loss)
+    stages[1].scale.zero_()
+    message = r"pipeline: stage 1: stage.scale has changed, but the program holds values .*; compile it again"
+    with pytest.raises(ArgumentError, match=message):
+        step(x, x)
+
+
 def test_changes_after_compilation() -> None:
     model, _, step, given = chain(2, "1f1b", 2)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"pipeline: stage 0: torch.autocast is torch.bfloat16"):

@@ -276,7 +276,7 @@ def test_options_of_a_step() -> None:
     with pytest.raises(ProgramError, match="clip_grad_norm=-1 is not a norm; pass a number above 0"):
         compiled(module, optimizer, clip_grad_norm=-1)
     optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(ProgramError, match="hooks on its step are not supported; remove them"):
+    with pytest.raises(ProgramError, match="hooks on the step of the optimizer are not supported; remove"):
         compiled(module, optimizer)
 
 
