@@ -26,8 +26,15 @@ from hostweave.pipeline import lower
 from hostweave.types.tensor import block_of, holds
 
 # Reasons to refuse a random fusion. Any other error is a defect of a pass.
-REFUSALS = (
-    "is not possible here; |a zigzag sharding cannot move between meshes; |reorders the pieces of a dim; |state a size that is divisible"
+REFUSALS = "|".join(
+    (
+        "is not possible here; ",
+        "a zigzag sharding cannot move between meshes; ",
+        "reorders the pieces of a dim; ",
+        "a kernel on a mesh of some of the ranks needs an even split; ",
+        "state a size that is divisible",
+        "choose sizes that divide without a remainder",
+    )
 )
 
 
