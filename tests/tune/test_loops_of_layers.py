@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.targets.target import find_target
 
 LAYERS = 3
 SIZES = {"S": 8192, "K": 8192, "N": 4096}
@@ -82,4 +83,16 @@ def test_a_gather_with_a_choice_stays_in_its_function() -> None:
         for name in ("w_0", "w_1"):
             h = np.maximum(given["e"] @ given[name] + h, 0)
         np.testing.assert_array_equal(program.run(**given), h)
+    program.close()
+
+
+def test_a_stated_none_without_one_sided_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variant without one-sided transports keeps the stated choice. The cost model would choose p2p(2)."""
+    options = hw.Options(sizes=SIZES, choices={"@layer %x_gathered": "none"})
+    program, given = hw.compile(model, options=options), arrays(model, S=16, K=4, N=2)
+    monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, transport: "old driver" if transport.is_optional else "")
+    np.testing.assert_array_equal(program.run(**given), expected(given))
+    (variant,) = program.variants
+    taken = [{choice.value: choice.chosen.name for choice in made.choices} for made in (program, variant.compiled.host)]
+    assert taken == [{"x_gathered": "none", "matmul_v_scattered": "put(2)"}, {"x_gathered": "none", "matmul_v_scattered": "none"}]
     program.close()

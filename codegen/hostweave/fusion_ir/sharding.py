@@ -43,12 +43,14 @@ class ShardingRule:
     taken: tuple[Layout, ...] | None = None  # required layouts of the operands, if `stated` or `carried` of OpDef gives layouts
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
-        """True if dim `dim` of the result, and all dims of operands with the same label, can be split like `wanted`."""
+        """True if dim `dim` of the result, and all dims of operands with the same label, can be split like `wanted`, and if the result then
+        follows from these operands."""
         label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
         is_shared = label is not None and _is_shared(self.indices, label, wanted.axes, mesh)
-        return bool(sources) and is_shared and all(_splits_alike(self.indices, label, wanted, source, mesh) for source in sources)
+        both = [pair for source in sources for pair in ((wanted, source), (Dim(source.size, wanted.axes), wanted))]
+        return bool(sources) and is_shared and all(_splits_alike(self.indices, label, one, other, mesh) for one, other in both)
 
     @property
     def partial_axes(self) -> Axes:

@@ -103,6 +103,13 @@ CASES = {
         %b: f32[M, K] pinned = reshard(%h)
         %y: f32[M@x, K] = add(%a, %b)""",
     ),
+    "not backward in zigzag into a part of a dim, because the sharding would not follow from the dim": (
+        "%x: f32[16*M@zigzag(x)]",
+        """%h: f32[M, 16] = reshape(%x)
+        %y: f32[M@zigzag(x), 16] pinned = reshard(%h)""",
+        """%h: f32[M, 16] = reshape(%x)
+        %y: f32[M@zigzag(x), 16] pinned = reshard(%h)""",
+    ),
     "a mesh axis of one rank is propagated like any other axis": (
         "%x: f32[1, K]",
         """%h: f32[1, K] = negative(%x)

@@ -9,22 +9,27 @@ the previous call.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from fusion_properties import IGNORED, computes, seed_ranges
 from random_donations import Donating
+from random_fusions import Generator
 from unrolling import unrolled
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.tensor import TensorType
 
+LARGE = Options(sizes=dict.fromkeys("MNK", 40320))  # The cost model then chooses loops.
 TRANSPORTS = ("auto", "two_sided", "peer", "one_sided")
 
 
@@ -114,6 +119,37 @@ class Repeats(Donating):
         return (y,)
 
 
+class Layers(Generator):
+    """Layers of two matmuls with random shardings. At large sizes, the compiler chooses loops for many of the reshards."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.has_zigzag, self.meshes, self.dtype = False, [self.mesh], hw.f64
+        self.sizes = dict.fromkeys("MNK", 8 * self.mesh.size)
+
+    def maybe_resharded(self, t: hw.Tensor) -> hw.Tensor:
+        return self.random.choice([t, hw.reshard(t, *t.shape), self.resharded(t)])
+
+    def fusion(self) -> Fusion:
+        types = {"x": self.input("MN"), "e": self.input("MN"), "w": self.input("NK"), "v": self.input("KN")}
+
+        @hw.block(**types | {"x": self.random.choice([types["x"], self.input("MN")])})
+        def layer(x: hw.Tensor, e: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+            h = hw.relu(self.maybe_resharded(self.random.choice([x, e])) @ w)
+            y = self.maybe_resharded(self.maybe_resharded(h) @ v)
+            return y + self.random.choice([x, e])
+
+        weights = {f"{name}_{i}": types[name] for i in range(self.random.randint(2, 4)) for name in "wv"}
+
+        @hw.fusion(mesh=self.mesh, x=types["x"], e=types["e"], **weights)
+        def layers(x: hw.Tensor, e: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
+            for i in range(len(weights) // 2):
+                x = layer(x, e, weights[f"w_{i}"], weights[f"v_{i}"])  # type: ignore[assignment]
+            return x * 2
+
+        return layers
+
+
 def is_right(seed: int) -> bool:
     """Returns True if the program of this seed runs, and otherwise False. A refused program must also be refused if its repeat ops are
     unrolled."""
@@ -133,3 +169,26 @@ def is_right(seed: int) -> bool:
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_repeats(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.4 * len(seeds)
+
+
+@pytest.mark.parametrize("seeds", seed_ranges(24, 4000), ids=str)
+@pytest.mark.filterwarnings(*IGNORED)
+def test_random_layers_with_loops(seeds: range) -> None:
+    """States an alternative of a choice in each program. The last program with a loop also runs, with even and with uneven sizes."""
+    generators, made = [Layers(seed) for seed in seeds], list[tuple[Layers, Fusion, Options]]()
+    for seed, generator in zip(seeds, generators, strict=True):
+        fusion, options = generator.fusion(), LARGE
+        if choices := lower(fusion, LARGE).choices:
+            choice = generator.random.choice(choices)
+            options = replace(LARGE, choices={choice.name: generator.random.choice(choice.alternatives).name})
+        assert computes(generator, fusion, seed, options)
+        made += [(generator, fusion, options)] if any(one.chosen.chunks for one in lower(fusion, options).choices) else []
+    assert len(made) > 0.2 * len(seeds)
+    generator, fusion, options = made[-1]
+    program = hw.compile(fusion, options=options)
+    for more in (0, 1):
+        generator.sizes = {name: size + more for name, size in generator.sizes.items()}
+        arrays = generator.arrays(fusion, seed=more)
+        (wanted,) = run_reference(fusion, arrays)
+        np.testing.assert_allclose(program.run(**arrays), wanted, rtol=1e-12, atol=1e-12)
+    program.close()

@@ -303,6 +303,19 @@ def test_a_kernel_on_some_of_the_ranks() -> None:
     np.testing.assert_array_equal(sums, x.sum(1))
 
 
+def test_a_kernel_on_some_of_the_ranks_reads_a_reshaped_value() -> None:
+    some = hw.Mesh(x=4).ranks([1, 3], u=2)
+    source = "__global__ void twice(const float* x, float* y, int64_t n) { for (int64_t i : hw::over_grid(4 * n)) y[i] = 2 * x[i]; }"
+
+    @hw.fusion(mesh=hw.Mesh(x=4), x=hw.f32["M", 4].on(some))
+    def reshaped(x):  # type: ignore[no-untyped-def]
+        args = [hw.reshape(x + 1, 4, "M"), hw.f32[4, "M"].on(some), "M"]
+        return hw.kernel(source, "twice", (4, "M"), args, per=256)
+
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(compiled(reshaped).run(x), 2 * (x + 1).reshape(4, 3))
+
+
 def test_outputs_are_on_the_mesh_of_the_operands() -> None:
     """Outputs are on the mesh of the operands, even if the specs of the outputs state no mesh. A spec with another mesh is refused."""
     world = hw.Mesh(x=4)

@@ -333,6 +333,17 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
     assert y.shape == (m, n)
 
 
+def test_the_scale_of_a_row_is_not_sharded() -> None:
+    """The inner dim has size 1, like the scales. More ranks share it."""
+
+    @hw.fusion(mesh=hw.Mesh(x=3), a=hw.f32["M", 1], b=hw.f32["N", "1@x"])
+    def outer(a: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
+        (first, scale_a), (second, scale_b) = (hw.quantize(t, "row") for t in (a, b))
+        return hw.scaled_matmul(first, second.T, scale_a, scale_b.T, out_dtype=hw.f32)
+
+    hw.compile(outer).check()
+
+
 def test_sizes_that_tensor_cores_do_not_support() -> None:
     """If K or N is an int that is not a multiple of 16, casts and a matmul replace the scaled matmul. Symbolic sizes must be multiples."""
 

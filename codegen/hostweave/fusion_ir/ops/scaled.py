@@ -60,7 +60,8 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """Index map (m, k), (k, n) -> (m, n). Dims with block scales are in `outer`, but a dim of a single block has no label."""
+    """Index map (m, k), (k, n) -> (m, n). Dims with block scales are in `outer`, but a dim of a single block has no label. Dims of size 1
+    of the scales have no label."""
     kind, operands = scaling(*(type.shape for type in types)), (("m", "k"), ("k", "n"))
     dims = [
         (label, of, have)
@@ -69,7 +70,7 @@ def _indices(types: Types, op: Op) -> IndexMap:
     ]
     cut = {label for label, of, have in dims if kind == BLOCKS and have != of}
     single = {label for label, of, have in dims if label in cut and have == ONE}
-    scales = [label if kind != TENSOR and (have == of or label in cut) else None for label, of, have in dims]
+    scales = [label if kind != TENSOR and (have == of != ONE or label in cut) else None for label, of, have in dims]
 
     def joined(*labels: str | None) -> tuple[str | None, ...]:
         return tuple(None if label in single else label for label in labels)

@@ -49,7 +49,7 @@ class Buffers:
 
     def contiguous(self, name: str) -> str:
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
-        if is_elsewhere and self.b.is_contiguous(source):
+        if is_elsewhere and self.b.is_contiguous(source) and self.b.types[self.b.memory_of(source)] == self.b.types[source]:
             source = self.b.memory_of(source)  # An allocation is visible outside of the `on` body. A view is not.
         if not self.b.is_contiguous(source) or (is_elsewhere and not self.b.is_memory(source)):
             self.by_value[name] = source = self._copied(name, source)
