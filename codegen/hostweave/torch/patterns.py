@@ -9,7 +9,7 @@ from torch.fx import Node
 from hostweave.torch.nodes import ATTENTION, op_of
 
 
-def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
+def word_of_mask(node: Any, argument: Node, mask: torch.Tensor) -> str | None:
     """Recognises a constant mask of attention as "causal" or "none" (masks no element). Otherwise None."""
     if op_of(node) != ATTENTION or argument not in node.args[3:4]:
         return None

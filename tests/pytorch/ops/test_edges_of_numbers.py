@@ -134,6 +134,7 @@ def test_comparisons_with_tensors_without_dims(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
 def test_edges_of_ops() -> None:
     torch.manual_seed(0)
     x, square = torch.randn(8), torch.randn(2, 3, 3)

@@ -94,6 +94,8 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 
 def cast(x: T, dtype: torch.dtype) -> T:
+    if isinstance(x, Number):
+        return number_of(dtype_of(dtype), x)  # type: ignore[return-value]
     if not isinstance(x, hw.Tensor) or x.dtype == dtype_of(dtype):
         return x
     return hw.astype(x, dtype_of(dtype))  # type: ignore[return-value]
