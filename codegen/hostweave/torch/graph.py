@@ -215,7 +215,8 @@ class Graph:
             is_fixed = all(argument in known for argument in node.all_input_nodes) and not _is_symbolic(node)
             if node.op == "call_function" and is_fixed and not _is_random(node):
                 args, kwargs = pytree.tree_map_only(Node, known.__getitem__, (node.args, node.kwargs))
-                known[node] = node.target(*args, **kwargs)
+                with torch._C._DisableAutocast():  # the graph has the casts of autocast
+                    known[node] = node.target(*args, **kwargs)
         self.constants.update({node: value for node, value in known.items() if node not in buffers})
         if not self.is_derived_from:
             expect_known(self.nodes)
