@@ -90,6 +90,9 @@ class Graph:
                     self.constants[node] = node.meta["val"]
                     continue
                 self.names[node] = claim_unique(origin.name or node.name, taken)
+                if node.meta["val"].is_complex():
+                    why = f"{self.names[node]} is an argument of complex numbers, which is not supported"
+                    raise ProgramError(f"{why}; pass its torch.view_as_real(z), and write torch.view_as_complex(z) in forward")
             elif origin.kind == "constant":
                 self.constants[node] = origin.value
             elif origin.kind == "seeds":

@@ -24,6 +24,7 @@ class State:
 
     def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
         self._module, self._training, self._autocast = module, module.training, autocast_dtypes()
+        self._default = torch.get_default_dtype()
         self._children = [submodule._modules for submodule in module.modules()]
         self._children_before = [dict(children) for children in self._children]
         modules = {path: submodule for path, submodule in module.named_modules() if path in reads}
@@ -55,6 +56,7 @@ class State:
             is_same = (
                 [read(held) for read, held in self._fast] == self._expected
                 and (self._module.training, autocast_dtypes()) == (self._training, self._autocast)
+                and torch.get_default_dtype() == self._default
                 and self._children == self._children_before
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
@@ -74,6 +76,8 @@ class State:
         if (now := autocast_dtypes()) != self._autocast:
             why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile time"
             yield f"{why}; call it under the same autocast, or compile it within torch.autocast"
+        if (default := torch.get_default_dtype()) != self._default:
+            yield f"the default dtype is {default}, and was {self._default} at compile time; compile it again"
         yield from (f"{change}; compile it again" for change in self._changes())
 
     def _changes(self) -> Iterator[str]:

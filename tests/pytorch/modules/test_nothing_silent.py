@@ -276,6 +276,16 @@ def test_autocast() -> None:
         within(X)
 
 
+def test_another_default_dtype() -> None:
+    model = hostweave.torch.compile(nn.Linear(8, 8).eval(), hw.Mesh(tp=1), {}, (X,))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad(), pytest.raises(ArgumentError, match=r"the default dtype is torch.float64, and was torch.float32 at compile"):
+            model(X)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Frequencies(nn.Module):
     """Multiplies constants without autocast."""
 
