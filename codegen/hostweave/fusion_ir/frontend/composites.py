@@ -72,8 +72,8 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 
     N is the number of elements along `axis`. A correction of 0 gives the population variance. A correction of 1 gives the unbiased sample
     variance. With int sizes, a correction of N or more gives inf, or NaN if the population variance is 0. Floats narrower than f32 are
-    computed in f32. Source: the corrected two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
-    1983. If a reduced dim is sharded, two all-reduces are needed.
+    computed in f32. Source: the corrected two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample
+    variance", 1983. If a reduced dim is sharded, two all-reduces are needed.
 
     Raises ProgramError if `correction` is not a whole number and a reduced size is symbolic.
 
