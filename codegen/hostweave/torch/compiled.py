@@ -366,8 +366,7 @@ class CompiledModule(Delegating):
                         bounds = f"{sizes.start} to {sizes.stop - 1}" if sizes.stop < 2**62 else f"{sizes.start} or more"
                         why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {bounds}"
                         raise self._refused(f"{why}; compile it for that size, too")
-            elif leaf != self._graph.constants.get(node):
-                was = self._graph.constants.get(node)
+            elif type(leaf) is not type(was := self._graph.constants.get(node)) or leaf != was:
                 raise self._refused(f"{node.name} is {leaf!r}, and was {was!r} at compile time; compile it again")
         return passed
 

@@ -90,6 +90,9 @@ class Graph:
                     self.constants[node] = node.meta["val"]
                     continue
                 self.names[node] = claim_unique(origin.name or node.name, taken)
+                if node.meta["val"].is_complex():
+                    why = f"{self.names[node]} is an argument of complex numbers, which is not supported"
+                    raise ProgramError(f"{why}; pass its torch.view_as_real(z), and write torch.view_as_complex(z) in forward")
             elif origin.kind == "constant":
                 self.constants[node] = origin.value
             elif origin.kind == "seeds":
@@ -215,7 +218,8 @@ class Graph:
             is_fixed = all(argument in known for argument in node.all_input_nodes) and not _is_symbolic(node)
             if node.op == "call_function" and is_fixed and not _is_random(node):
                 args, kwargs = pytree.tree_map_only(Node, known.__getitem__, (node.args, node.kwargs))
-                known[node] = node.target(*args, **kwargs)
+                with torch._C._DisableAutocast():  # the graph has the casts of autocast
+                    known[node] = node.target(*args, **kwargs)
         self.constants.update({node: value for node, value in known.items() if node not in buffers})
         if not self.is_derived_from:
             expect_known(self.nodes)

@@ -138,11 +138,12 @@ def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = matmul(q, k.transpose(-2, -1)).to(wide) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    softmax = torch.softmax if mask is None else torch._safe_softmax  # rows that see no key get weights of 0
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.softmax(scores, -1).to(q.dtype)
+    weights = softmax(scores, -1).to(q.dtype)
     return matmul(ops.dropout(weights, seed, p) if p else weights, v)
 
 

@@ -9,16 +9,18 @@ from torch.fx import Node
 from hostweave.torch.nodes import ATTENTION, op_of
 
 
-def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
+def word_of_mask(node: Any, argument: Node, mask: torch.Tensor) -> str | None:
     """Recognises a constant mask of attention as "causal" or "none" (masks no element). Otherwise None."""
     if op_of(node) != ATTENTION or argument not in node.args[3:4]:
         return None
     added = mask.dtype != torch.bool
     if added and not bool(((mask == 0) | (mask < -1e30)).all()):
         return None
-    seen = mask == 0 if added else mask
+    seen, (queries, keys) = mask == 0 if added else mask, (one.meta["val"].shape[-2] for one in node.args[:2])
     if bool(seen.all()):
         return "none"
+    if tuple(seen.shape[-2:]) != (queries, keys):
+        return None
     causal = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril()
     return "causal" if bool((seen == causal).all()) else None
 
@@ -54,9 +56,12 @@ def repeated(node: Any) -> Node | None:
         if op_of(chain[-1]).removeprefix("_unsafe_") != op:
             return None
         chain.append(chain[-1].args[0])
-    expanded, kept = chain[-3].meta["val"], chain[-1].meta["val"]
-    is_repeated = chain[-2].args[1] == 2 and [*expanded.shape[:2]] == [*kept.shape[:2]]
-    return chain[-1] if is_repeated and chain[0].meta["val"].ndim == 4 else None
+    made, expanded, kept = (one.meta["val"].shape for one in (chain[0], chain[-3], chain[-1]))
+    if len(kept) != 4 or chain[-2].args[1] != 2:
+        return None
+    b, g, *rest = kept
+    is_repeated = [*expanded] == [b, g, expanded[2], *rest] and [*made] == [b, g * expanded[2], *rest]
+    return chain[-1] if is_repeated else None
 
 
 def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | None:
@@ -71,14 +76,14 @@ def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | No
         return None
     value, joined = x.meta["val"], turned.args[0]
     pair: list[Any] = [*joined] if isinstance(joined, list | tuple) else []
-    if len(pair) != 2:
+    if len(pair) != 2 or node.meta["val"].shape != value.shape:
         return None
     negative, first = pair
     last, half = value.ndim - 1, value.shape[-1] // 2
     if op_of(negative) != "neg.default" or turned.args[1] not in (-1, last):
         return None
-    halves = [(op_of(node), node.args[:3]) for node in (first, negative.args[0])]
-    if halves != [("slice.Tensor", (x, last, at)) for at in (0, half)] or len(tables) != 2:
+    halves = [(op_of(node), node.args[:3], node.args[4:], node.meta["val"].shape[-1]) for node in (first, negative.args[0])]
+    if halves != [("slice.Tensor", (x, last, at), (), half) for at in (0, half)] or len(tables) != 2:
         return None
     is_table = [isinstance(t, torch.Tensor) and t.dtype == value.dtype and t.shape[-1:] == value.shape[-1:] for t in tables]
     return (x, cos, sin) if all(is_table) else None

@@ -26,6 +26,7 @@ class State:
         """`reads` and `grad_mode` are those of `Exported`."""
         self._grad_mode = grad_mode
         self._module, self._training, self._autocast = module, module.training, autocast_dtypes()
+        self._default = torch.get_default_dtype()
         self._children = [submodule._modules for submodule in module.modules()]
         self._children_before = [dict(children) for children in self._children]
         modules = {path: submodule for path, submodule in module.named_modules() if path in reads}
@@ -66,6 +67,7 @@ class State:
                 [read(held) for read, held in self._fast] == self._expected
                 and (self._module.training, autocast_dtypes()) == (self._training, self._autocast)
                 and self._grad_mode in (None, torch.is_grad_enabled())
+                and torch.get_default_dtype() == self._default
                 and self._children == self._children_before
                 and self._live == self._before
                 and list(map(len, self._sized)) == self._sizes
@@ -87,6 +89,8 @@ class State:
         if self._grad_mode not in (None, torch.is_grad_enabled()):
             why = f"forward calls torch.is_grad_enabled(), which returned {self._grad_mode} at compile time"
             yield f"{why}; call it in torch.{'enable' if self._grad_mode else 'no'}_grad()"
+        if (default := torch.get_default_dtype()) != self._default:
+            yield f"the default dtype is {default}, and was {self._default} at compile time; compile it again"
         yield from (f"{change}; compile it again" for change in self._changes())
 
     def _changes(self) -> Iterator[str]:

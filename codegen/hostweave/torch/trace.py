@@ -20,7 +20,7 @@ from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
-from hostweave.torch.aten import Result, computed, full, resharded
+from hostweave.torch.aten import DTYPES, Result, computed, full, resharded
 from hostweave.torch.graph import Graph, refused
 from hostweave.torch.layers import Layer, alike, repeated_layers
 from hostweave.torch.nodes import ATTENTION, location, modules_of, name_of, op_of, role_of, shape_of, size_of
@@ -133,9 +133,12 @@ def _value(graph: Graph, values: NodeValues, node: Node, user: Node) -> Any:
     if isinstance(value, torch.Tensor) and node in graph.uniform:
         return full(Result((value.dtype,), (shape_of(value),), of), graph.uniform[node])
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        adds_dims = all(values[other].ndim < value.ndim for other in user.all_input_nodes if isinstance(values.get(other), hw.Tensor))
+        others = [values[other] for other in user.all_input_nodes if isinstance(values.get(other), hw.Tensor)]
+        adds_dims = all(other.ndim < value.ndim for other in others)
+        is_compared = getattr(user.meta.get("val"), "dtype", None) == torch.bool  # the dtype and the dims of an operand matter
+        keeps_dtype = is_compared and any(other.dtype != DTYPES.get(value.dtype) for other in others)
         is_pointwise = not isinstance(user.target, torch._ops.OpOverload) or torch.Tag.pointwise in user.target.tags
-        is_number = not adds_dims and is_pointwise  # an op that is not pointwise may require a tensor
+        is_number = not adds_dims and is_pointwise and not keeps_dtype  # an op that is not pointwise may require a tensor
         return value.item() if is_number else full(Result((value.dtype,), (shape_of(value),), of), value.item())
     if isinstance(value, torch.SymInt):
         return size_of(value)

@@ -80,7 +80,7 @@ def test_variance_of_values_far_from_zero() -> None:
 def test_variance_of_samples(stated: bool, ranks: int) -> None:
     """Variances and standard deviations with several corrections, over sharded and unsharded dims.
 
-    A correction that equals the number of elements gives NaN.
+    The variance of one element with a correction of 1 is NaN.
     """
     rows, columns = (5, 3) if stated else ("M", "K")
 

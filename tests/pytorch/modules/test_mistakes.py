@@ -195,6 +195,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"Layer: the keyword arguments are \['scale'\], and were \[\] at compile time; pass the same arguments",
     ),
     "number": (lambda c: c(X, 3.0), "Layer: scale is 3.0, and was 2.0 at compile time; compile it again"),
+    "a tensor for a number": (
+        lambda c: c(X, torch.tensor([2.0, 3.0])),
+        r"Layer: scale is tensor\(\[2., 3.\]\), and was 2.0 at compile time; compile it again",
+    ),
     "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile time; pass a tensor"),
     "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; it must be 4.*; or compile for sizes that change, with dynamic_shapes=$"),
     "dtype": (lambda c: c(torch.ones(4, 8, dtype=torch.float64), 2.0), r"x: expected f32\[4, 8\], got f64\[4, 8\]; cast it"),

@@ -335,6 +335,31 @@ def test_autocast() -> None:
         within(X)
 
 
+def test_another_default_dtype() -> None:
+    model = hostweave.torch.compile(nn.Linear(8, 8).eval(), hw.Mesh(tp=1), {}, (X,))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad(), pytest.raises(ArgumentError, match=r"the default dtype is torch.float64, and was torch.float32 at compile"):
+            model(X)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Frequencies(nn.Module):
+    """Multiplies constants without autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return x + torch.arange(8.0)[:, None] @ torch.arange(8.0)[None]
+
+
+def test_constants_are_computed_without_the_autocast_of_the_caller() -> None:
+    x = torch.zeros(8, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model = hostweave.torch.compile(Frequencies(), hw.Mesh(tp=1), {}, (x,))
+        torch.testing.assert_close(model(x), Frequencies()(x), rtol=0, atol=0)
+
+
 class AutocastOfLayers(nn.Module):
     """Equal layers, each in another mode of torch.autocast."""
 

@@ -112,3 +112,12 @@ def test_an_op_that_is_missing() -> None:
 
     with pytest.raises(ProgramError, match=r"aten\.acos\.default of complex numbers is not supported: compute with"):
         hostweave.torch.compile(Module(), hw.Mesh(tp=1), {}, (X,))
+
+
+def test_an_argument_of_complex_numbers() -> None:
+    class Magnitudes(nn.Module):
+        def forward(self, z: Any) -> Any:
+            return z.abs()
+
+    with pytest.raises(ProgramError, match=r"z is an argument of complex numbers, .*; pass its torch.view_as_real\(z\), and write"):
+        hostweave.torch.compile(Magnitudes(), hw.Mesh(tp=1), {}, (torch.ones(3, dtype=torch.complex64),))

@@ -33,6 +33,8 @@ POINTWISE: list[Op] = [
     lambda x, _: torch.where(x > 0, x, x * 0.1),
     lambda x, _: x.masked_fill(x > 1, 0.5),
     lambda x, _: x.abs().sqrt() + 0.1,
+    lambda x, _: x.masked_fill(x >= torch.tensor(0.1, dtype=torch.float64), 2),
+    lambda x, _: x * (x.to(torch.int32) == torch.tensor([0])) * torch.tensor(True),
 ]
 VIEWS: list[Op] = [
     lambda x, dim: x.transpose(0, dim),

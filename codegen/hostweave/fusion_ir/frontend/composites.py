@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from math import nan
+from math import inf
 from typing import ParamSpec
 
 from hostweave.base.errors import ProgramError, did_you_mean
@@ -71,9 +71,9 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
     """Variance of floats along `axis`: the sum of squared differences from the mean, divided by N - `correction`. `axis` is as in `mean`.
 
     N is the number of elements along `axis`. A correction of 0 gives the population variance. A correction of 1 gives the unbiased sample
-    variance. With int sizes, a correction of N or more gives NaN. Floats narrower than f32 are computed in f32. Source: the corrected
-    two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983. If a reduced dim is sharded, two
-    all-reduces are needed.
+    variance. With int sizes, a correction of N or more gives inf, or NaN if the population variance is 0. Floats narrower than f32 are
+    computed in f32. Source: the corrected two-pass algorithm of Chan, Golub and LeVeque, "Algorithms for computing the sample
+    variance", 1983. If a reduced dim is sharded, two all-reduces are needed.
 
     Raises ProgramError if `correction` is not a whole number and a reduced size is symbolic.
 
@@ -99,7 +99,7 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
     # The means below are in one tensor, so that one all-reduce computes them.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
-        scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
+        scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else inf
         variance = hw.maximum(square - rest * rest, 0)
         return variance if scale == 1 else variance * scale
     rest, scaled = hw.mean(distance, axes, keepdims), count - int(correction)

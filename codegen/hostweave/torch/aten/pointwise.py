@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
+import torch
+
 import hostweave as hw
-from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, common_dtype, dtype_of, full, number_of, refuse
+from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, common_dtype, full, refuse
 
 _SAME_NAME = """
 exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma
@@ -53,14 +55,18 @@ TABLE |= {
 TABLE["gelu.default"] = lambda result, x, approximate="none": hw.gelu(x, approximate)
 
 
+_OF_BOOLS: dict[Any, Any] = {operator.add: operator.or_, operator.mul: operator.and_}
+
+
 def _binary(function: Callable[[Any, Any], hw.Tensor], result: Result, a: Any, b: Any, alpha: Number = 1) -> Any:
     a, b = cast(a, result.dtype), cast(b, result.dtype)
+    function = _OF_BOOLS.get(function, function) if result.dtype == torch.bool else function
     return cast(function(a, b if alpha == 1 else b * alpha), result.dtype)
 
 
 for _name, _function in {
-    "add": lambda a, b: (a | b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a + b,
-    "mul": lambda a, b: (a & b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a * b,
+    "add": operator.add,
+    "mul": operator.mul,
     "sub": operator.sub,
     "rsub": lambda a, b: b - a,
     "remainder": operator.mod,
@@ -188,8 +194,7 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
 
 @aten("where.self", "where.Scalar")
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
-    dtype = dtype_of(result.dtype)
-    a, b = (number_of(dtype, one) if isinstance(one, Number) else cast(one, result.dtype) for one in (a, b))
+    a, b = cast(a, result.dtype), cast(b, result.dtype)
     if not isinstance(condition, hw.Tensor):  # a constant with one element
         return full(result, a if condition else b)
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):

@@ -28,7 +28,7 @@ def _matmul(result: Result, a: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
 def _addmm(result: Result, bias: hw.Tensor, a: hw.Tensor, b: hw.Tensor, beta: Number = 1, alpha: Number = 1) -> hw.Tensor:
     made = hw.matmul(a, b)
     made = made if alpha == 1 else made * alpha
-    return made + (bias if beta == 1 else bias * beta)
+    return made if beta == 0 else made + (bias if beta == 1 else bias * beta)  # torch ignores the bias, even NaN, if beta is 0
 
 
 @aten("_scaled_mm.default")

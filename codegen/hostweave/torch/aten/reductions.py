@@ -89,7 +89,8 @@ def _layer_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, bi
 
 @aten("rms_norm.default")
 def _rms_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> hw.Tensor:
-    return _norm(hw.rms_norm, x, shape, weight, eps=torch.finfo(result.dtype).eps if eps is None else eps)
+    eps = torch.finfo(torch.promote_types(result.dtype, torch.float32)).eps if eps is None else eps
+    return _norm(hw.rms_norm, x, shape, weight, eps=eps)
 
 
 @aten("linalg_vector_norm.default")

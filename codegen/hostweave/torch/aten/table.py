@@ -94,6 +94,8 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 
 def cast(x: T, dtype: torch.dtype) -> T:
+    if isinstance(x, Number):
+        return number_of(dtype_of(dtype), x)  # type: ignore[return-value]
     if not isinstance(x, hw.Tensor) or x.dtype == dtype_of(dtype):
         return x
     return hw.astype(x, dtype_of(dtype))  # type: ignore[return-value]
@@ -106,10 +108,8 @@ def wide(x: T, result: Result) -> T:
 
 def common_dtype(a: Any, b: Any) -> torch.dtype:
     """Dtype in which torch combines two operands."""
-    if isinstance(a, hw.Tensor) and isinstance(b, hw.Tensor):
-        return torch.promote_types(TORCH_DTYPES[a.dtype], TORCH_DTYPES[b.dtype])
-    tensor, number = (a, b) if isinstance(a, hw.Tensor) else (b, a)
-    return torch.result_type(torch.empty(1, dtype=TORCH_DTYPES[tensor.dtype]), number)
+    operands = (torch.empty((1,) * x.ndim, dtype=TORCH_DTYPES[x.dtype]) if isinstance(x, hw.Tensor) else x for x in (a, b))
+    return torch.result_type(*operands)
 
 
 def resharded(x: hw.Tensor, axes: AxesOfDims) -> hw.Tensor:
