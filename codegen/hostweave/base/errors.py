@@ -25,7 +25,7 @@ def __dir__() -> list[str]:
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 # Libraries that may call functions of this package, such as np.sum of a tensor.
-_LIBRARIES = (contextlib.__file__, inspect.__file__, str(find_spec("numpy").origin).removesuffix("__init__.py"))  # type: ignore[union-attr]
+LIBRARIES = (contextlib.__file__, inspect.__file__, str(find_spec("numpy").origin).removesuffix("__init__.py"))  # type: ignore[union-attr]
 # The package of a wheel has these folders, but the code in the folders counts as the user's.
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")
 
@@ -48,11 +48,11 @@ class Location:
 
     @staticmethod
     def of_caller(*others: str) -> Location:
-        """The location of `stated_location`, otherwise the location of the innermost frame outside of this package, of `_LIBRARIES` and of
+        """The location of `stated_location`, otherwise the location of the innermost frame outside of this package, of `LIBRARIES` and of
         the paths `others`."""
         if (stated := _stated.get()) is not None:
             return stated
-        frame, others = sys._getframe(1), (*_LIBRARIES, *others)
+        frame, others = sys._getframe(1), (*LIBRARIES, *others)
         while frame.f_back is not None and (is_of_package(frame) or frame.f_code.co_filename.startswith(others)):
             frame = frame.f_back
         path, line = frame.f_code.co_filename, frame.f_lineno

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from hostweave.base.errors import Location, ProgramError, is_of_package
+from hostweave.base.errors import LIBRARIES, Location, ProgramError, is_of_package
 from hostweave.torch import linalg, special
 from hostweave.torch.complex import of_pairs
 from hostweave.torch.composed import COMPOSED, associative_scan, rwkv_attention
@@ -272,6 +273,11 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
         kinds = "int(t), range(t.item()), and a dim or a count that t.item() gives are branches, too"
         return ProgramError(f"{name}: {why}; {kinds}; write tensor ops instead, such as torch.where", _line_of(error))
     why = " ".join(str(error).strip().partition("\n\n")[0].split())
+    *_, (raising, _) = traceback.walk_tb(error.__traceback__)
+    if _is_users(raising):
+        return ProgramError(
+            f"{name}: forward raises {type(error).__name__}: {why}; correct forward, or the example inputs", _line_of(error)
+        )
     remedy = "write other tensor ops, or pass example_inputs that the module takes"
     if found := re.search(r"(?:Found|input type) <class '(?:.*\.)?(\w+)'>", why):
         remedy = f"use tensors, or call torch.export.register_dataclass({found[1]}) for a dataclass"
@@ -280,10 +286,14 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
 
 
 def _line_of(error: Exception) -> Location | None:
-    """Innermost line of a traceback outside of torch and of this package."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_of_package(frame)]
-    own = [(file, line) for file, line in frames if not file.startswith((TORCH, "<"))]
+    """Innermost line of the user in a traceback."""
+    own = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
     return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
+
+
+def _is_users(frame: FrameType) -> bool:
+    """True for frames outside of torch, of this package, and of libraries that these call."""
+    return not is_of_package(frame) and not frame.f_code.co_filename.startswith((TORCH, "<", *LIBRARIES))
 
 
 # private functions of torch, which other versions of torch may lack

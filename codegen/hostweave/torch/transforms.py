@@ -8,6 +8,7 @@ import torch
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.parameter import is_lazy
 
 from hostweave.base.errors import ArgumentError
 
@@ -33,7 +34,10 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def inference_tensor(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Error text for the first tensor that was created in torch.inference_mode(), or ""."""
-    found = next((name for name, tensor in tensors if tensor.is_inference()), "")
-    why = "was created in torch.inference_mode(), so autograd cannot use it; create it outside, or pass its clone()"
-    return f"{found} {why}" if found else ""
+    """Error text for the first tensor that was created in torch.inference_mode(), or that a lazy module has not created yet, or ""."""
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            return f"{name} has no shape yet; call the lazy module once before compile"
+        if tensor.is_inference():
+            return f"{name} was created in torch.inference_mode(), so autograd cannot use it; create it outside, or pass its clone()"
+    return ""

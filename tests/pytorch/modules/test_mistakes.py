@@ -123,6 +123,10 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
         branch,
         r"^test_mistakes.py:\d+: Written: a branch depends on the values of a tensor, .*; write tensor ops instead, such as torch.where$",
     ),
+    "an exception of the user": (
+        lambda x: {"a": x}["b"],
+        r"^test_mistakes.py:\d+: Written: forward raises KeyError: 'b'; correct forward, or the example inputs$",
+    ),
     "another shape": (
         lambda x: x @ torch.ones(7, 3),
         r"^test_mistakes.py:\d+: Written: torch.export: a and b must have same reduction dim.*$",
@@ -162,6 +166,10 @@ def test_module(forward: Callable[..., Any], message: str) -> None:
 COMPILES: dict[str, tuple[Callable[[], Any], str]] = {
     "function": (lambda: hostweave.torch.compile(torch.relu, MESH, {}, (X,)), "is not a torch.nn.Module; pass the module itself"),  # type: ignore[arg-type]
     "no inputs": (lambda: compiled(inputs=()), "example_inputs is empty; pass the arguments of one call"),
+    "a lazy module": (
+        lambda: compiled(module=nn.Sequential(nn.LazyLinear(3))),
+        "^Sequential: 0.weight has no shape yet; call the lazy module",
+    ),
     "wrong shape": (lambda: compiled(inputs=(torch.ones(4, 9),)), "(?s)Layer: torch.export: .*pass example_inputs that the module takes"),
     "too many": (lambda: compiled(inputs=(X, None, X)), "(?s)Layer: torch.export: "),
     "unknown keyword": (lambda: compiled(inputs={"y": X}), "(?s)Layer: torch.export: "),
