@@ -43,7 +43,7 @@ class Donating(Generator):
         return tuple(taken[number] if number in taken else self.view(self.random.choice(viewed)) for number in range(len(donate) + 3))
 
     def result_in(self, x: hw.Tensor, values: list[hw.Tensor]) -> hw.Tensor:
-        alike = [t for t in values if (t.dtype, t.shape, t.type.mesh) == (x.dtype, x.shape, x.type.mesh)]
+        alike = [t for t in values if (t.dtype, t.type.shape, t.type.mesh) == (x.dtype, x.type.shape, x.type.mesh)]
         other = self.random.choice(alike)
         made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
         made = made if made.type.dims == x.type.dims else made + 0
@@ -61,7 +61,7 @@ class Donating(Generator):
 
 
 def same_shape(x: hw.Tensor, order: tuple[int, ...]) -> bool:
-    return tuple(x.shape[dim] for dim in order) == x.shape
+    return tuple(x.type.shape[dim] for dim in order) == x.type.shape
 
 
 VIEWS: tuple[MakeOp, ...] = (

@@ -279,7 +279,7 @@ def of_sums(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     first, second = (hw.reshard(x, rows, split) @ hw.reshard(t.T, split, rows) for x in (t, -t))
     made = first = g.random.choice([first, g.resharded(first)])
     for _ in range(g.random.randint(1, 5)):
-        other = second if made.shape == second.shape else first if made.shape == first.shape else made
+        other = second if made.type.shape == second.type.shape else first if made.type.shape == first.type.shape else made
         made = g.random.choice(LINEAR)(g, made, other)
     return made
 

@@ -59,7 +59,6 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "2 % size": (lambda x: 2 % x.shape[0], {}, "2 % M: M is the name of a size that is known only at a call; write sizes as text"),
     "size ** 2": (lambda x: x.shape[0] ** 2, {}, "M ** 2: M is the name of a size that is known only at a call; write sizes as text"),
     "size == 4": (lambda x: x if x.shape[0] == 4 else -x, {}, "M == 4: M is the name of a size that is known only at a call; write sizes"),
-    "size != size": (lambda x: x if x.shape[0] != x.shape[1] else -x, {}, "M != K: M is the name of a size that is known only at a call"),
     "shape ==": (lambda x: x if x.shape == (4, 4) else -x, {}, "M == 4: M is the name of a size that is known only at a call"),
     "max of sizes": (lambda x: x * max(x.shape), {}, "K > M: K is the name of a size that is known only at a call"),
     "size < 4": (lambda x: x * min(4, x.shape[0]), {}, "M < 4: M is the name of a size that is known only at a call"),

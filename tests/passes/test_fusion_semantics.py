@@ -132,14 +132,14 @@ def random_fusion(seed: int) -> Fusion:
                 case 0:
                     y = rng.choice(UNARY)(x)
                 case 1:
-                    other = rng.choice([v for v in values if v.shape == x.shape] + [0.5])
+                    other = rng.choice([v for v in values if v.type.shape == x.type.shape] + [0.5])
                     y = rng.choice(POINTWISE)(x, other)
                 case 2:
                     y = x.T if x.ndim == 2 else x[:, None]
                 case 3 if x.ndim:
                     y = rng.choice(REDUCTIONS)(x, axis=rng.randrange(x.ndim), keepdims=rng.random() < 0.7)
                 case 4:
-                    pairs = [v for v in values if v.ndim == x.ndim == 2 and v.shape[0] == x.shape[1]]
+                    pairs = [v for v in values if v.ndim == x.ndim == 2 and v.type.shape[0] == x.type.shape[1]]
                     y = x @ rng.choice(pairs) if pairs else -x
                 case 5 if all(isinstance(d, str) for d in x.shape):
                     y = hw.reshard(x, *dims([str(d) for d in x.shape]))

@@ -59,7 +59,7 @@ class Repeats(Donating):
 
             def layer(x: hw.Tensor, w: hw.Tensor, *c: hw.Tensor) -> tuple[hw.Tensor, ...]:
                 y = g.body([x, x * 1 + w], 3, g.ops)[-1]
-                moved = y if (y.shape, y.dtype) == (x.shape, x.dtype) else x * w - w
+                moved = y if (y.type.shape, y.dtype) == (x.type.shape, x.dtype) else x * w - w
                 updated = [-each + moved for each in c]
                 more = [hw.sum(moved * 2, 0)] if has_more else []
                 return (moved + 1, *updated, *more)

@@ -75,8 +75,7 @@ def _refused(sign: str, reverse: bool = False) -> Callable[..., NoReturn]:
 
 def _compared(sign: str, compare: Callable[[str, object], bool]) -> Callable[[SizeName, object], bool]:
     def method(size: SizeName, other: object) -> bool:
-        is_unknown = isinstance(other, SizeName | int) and str.__eq__(size, other) is not True
-        if is_unknown and not is_of_package(sys._getframe(1)):
+        if isinstance(other, int) and not is_of_package(sys._getframe(1)):
             size._refuse(sign, other)
         return compare(size, other)
 
@@ -84,7 +83,7 @@ def _compared(sign: str, compare: Callable[[str, object], bool]) -> Callable[[Si
 
 
 class SizeName(str):
-    """Text of a symbolic size. Text can be appended. Code of users can compare the size with itself and with text. All other arithmetic,
+    """Text of a symbolic size. Text can be appended. Sizes are equal if their texts are equal, as in types. All other arithmetic,
     comparisons and conversions raise a ProgramError, with the text of the intended size if known."""
 
     _extent: Size
