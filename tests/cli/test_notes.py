@@ -78,7 +78,7 @@ def test_calls_of_a_block_are_counted_together() -> None:
     assert isinstance(llama, Fusion)
     notes = notes_of(llama)
     lines = [file.read_text().splitlines()[int(note.split(":")[1]) - 1].strip() for note in notes]
-    assert [line.partition("(")[0] for line in lines] == ["q, k = ", "return h + hw.linear"]
+    assert [line.partition("(")[0] for line in lines] == ["q, k = ", "y = h + hw.linear"]
     assert all(" bytes a rank in 32 instances, " in note for note in notes)
 
 

@@ -139,9 +139,9 @@ ERRORS = {
     "slice backwards": ("return x[::-1]", {}, "4: indexing: [::-1] of dim 0 of bf16[M, K] has a negative step; use a step of at least 1"),
     "slice by step 0": ("return x[::0]", {}, "4: indexing: [::0] of dim 0 of bf16[M, K] has step 0; use a step of at least 1"),
     "slice by a name": (
-        "return x[:'K']",
+        "return x['K':]",
         {},
-        "4: indexing: [:K] of dim 0 of bf16[M, K] has a bound or step that is not an int; write an int, or split the dim with hw.reshape",
+        "4: indexing: [K:] of dim 0 of bf16[M, K] has a bound or step that is not an int; write an int, or split the dim with hw.reshape",
     ),
     "concat": (
         "return hw.concat(x)",

@@ -60,8 +60,8 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """Index map (m, k), (k, n) -> (m, n). Dims with block scales are in `outer`, but a dim of a single block has no label. Dims of size 1
-    of the scales have no label."""
+    """Index map (m, k), (k, n) -> (m, n). Dims with block scales are in `outer`, but a dim of a single block has no label. The 1 in
+    scales [M, 1] and [1, N] has no label, even if K is 1."""
     kind, operands = scaling(*(type.shape for type in types)), (("m", "k"), ("k", "n"))
     dims = [
         (label, of, have)
@@ -70,7 +70,8 @@ def _indices(types: Types, op: Op) -> IndexMap:
     ]
     cut = {label for label, of, have in dims if kind == BLOCKS and have != of}
     single = {label for label, of, have in dims if label in cut and have == ONE}
-    scales = [label if kind != TENSOR and (have == of != ONE or label in cut) else None for label, of, have in dims]
+    equal = [have == of and (label, have) != ("k", ONE) for label, of, have in dims]
+    scales = [label if kind != TENSOR and (is_equal or label in cut) else None for is_equal, (label, *_) in zip(equal, dims, strict=True)]
 
     def joined(*labels: str | None) -> tuple[str | None, ...]:
         return tuple(None if label in single else label for label in labels)
