@@ -54,7 +54,7 @@ def of(*scales: float, kind: type[nn.Module] = Layer) -> Stack:
 def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
     """Result of the exported graph, and, for each layer, how it was traced."""
     with torch.no_grad():
-        program, how, _ = exported(module, (X,), {})
+        program, how, *_ = exported(module, (X,), {})
         program.graph_module.recompile()
         held = {InputKind.USER_INPUT: lambda _: X, InputKind.CONSTANT_TENSOR: program.constants.get}
         given = [held.get(one.kind, program.state_dict.get)(one.target) for one in program.graph_signature.input_specs]
