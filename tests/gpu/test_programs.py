@@ -287,7 +287,7 @@ def test_seeded_schedules_are_for_the_cpu() -> None:
 
 # The time limit is 3 seconds per call, so two calls in flight have 6 seconds.
 STUCK = """
-import os, signal, threading
+import faulthandler, os, signal, threading
 import numpy as np
 import hostweave as hw
 from hostweave.options import Options
@@ -301,6 +301,7 @@ host @stuck(%x: f32[2@x, N]) -> (%y: f32[2@x, N]) mesh(x=2) channels(x: x two_si
 stuck = hw.compile(hw.HostProgram.parse(TEXT), target="cuda", options=Options(check=False))
 x = np.ones((2, 4), np.float32)
 stuck.build()
+faulthandler.dump_traceback_later(100)  # If this process hangs, the test fails with the stacks of all threads.
 threading.Timer(5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
     stuck.run(x=x)
