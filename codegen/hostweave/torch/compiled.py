@@ -98,6 +98,7 @@ class CompiledModule(Delegating):
         super().__init__(module)
         self._graph, self._specs, self._bound, self._ranges = graph, exported.program.call_spec, bound, exported.program.range_constraints
         self._varying = self._sizes()
+        self._written_names = {graph.names[node] for node in graph.written}
         self._apart: dict[str, tuple[int, int]] = {}  # addresses of the arguments of the last call, if the program writes to a tensor
         owned = {node: origin for node in {*graph.of_module, *graph.shared.values()} if (origin := graph.origins.get(node))}
         of_module = {node: origin.name for node, origin in owned.items() if origin.kind in ("parameter", "buffer")}
@@ -331,7 +332,7 @@ class CompiledModule(Delegating):
 
     def _expect_apart(self, arrays: Mapping[str, torch.Tensor]) -> None:
         """Refuses an argument that shares memory with another tensor of the call, if the program writes to one of the two."""
-        written = {self._graph.names[node] for node in self._graph.written}
+        written = self._written_names
         spans = {name: span_of(tensor) for name, tensor in arrays.items()} if written else {}
         if spans == self._apart:
             return
