@@ -10,7 +10,7 @@ from typing import Protocol
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
-from hostweave.fusion_ir.ops.attributes import BLOCKS
+from hostweave.fusion_ir.ops.attributes import BLOCKS, CAUSAL, KEY_BLOCKS, PIECES
 from hostweave.fusion_ir.ops.reductions import is_one_element
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.host_ir.builder import Builder
@@ -69,6 +69,15 @@ class Dataflow:
         if OPS[op.kind].combine:
             return is_one_element(op, self.types[op.tensors[0]].local_shape(self.mesh, self.uneven))
         return OPS[op.kind].is_view
+
+    def skips_later_blocks(self, name: str) -> bool:
+        """True if only causal attention to blocks of keys reads a gathered value. Each rank then skips the blocks of later ranks."""
+
+        def skips(op: Op) -> bool:
+            attends = op.kind in ("attention", "attention_lse") and op[KEY_BLOCKS] > 0 and bool(op[CAUSAL]) and not op[PIECES]
+            return attends or (self.is_view(op) and self.skips_later_blocks(op.result.name))
+
+        return name not in self.fusion.outputs and all(map(skips, self.consumers[name]))
 
     def viewed(self, name: str) -> str:
         """The value that `name` views, possibly through other views, or `name` itself."""

@@ -125,14 +125,23 @@ class PutGather(_Loop):
         branch(b, opposite(iteration.is_own), arrive)
 
     def read(self, shard: str, iteration: LoopIteration) -> None:
-        """Emits a get of a chunk of each value. Before the first chunk of a shard, emits a wait until the shard is ready."""
+        """Emits a get of a chunk of each value. Before the first chunk of a shard, emits a wait until the shard is ready. Keys that causal
+        attention skips are not read."""
         wait = partial(self.wait_for, iteration.owned_by, shard, "ready")
         if self.subchunks == 1:
             wait()
         else:
             branch(self.b, iteration.subchunk.equals(0), wait)
-        for one in self.all:
-            self.b.emit(ir.Get(self.values.operand(one.op, 0, iteration), iteration.owned_by, self.landed(one, iteration), self.channel))
+
+        def get() -> None:
+            for one in self.all:
+                source, target = self.values.operand(one.op, 0, iteration), self.landed(one, iteration)
+                self.b.emit(ir.Get(source, iteration.owned_by, target, self.channel))
+
+        if all(one.is_in_place and self.flow.skips_later_blocks(one.op.result.name) for one in self.all):
+            branch(self.b, iteration.owned_by.less(self.rank), get)
+        else:
+            get()
 
     def in_iteration(self, iteration: LoopIteration) -> None:
         b, moves = self.b, self.moves(iteration)

@@ -85,8 +85,10 @@ void Program::enqueue(const Inputs& in, const Outputs& out, cudaStream_t caller)
     if (i != 0) {
       const hw::Stream stream = peer_copies_[0];
       HW_CHECK(channel_x_.wait_signal(p, 0, stream));  // until the peer's y_kv_ may be read
-      HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_kv_), 64 * S * sizeof(hw::bf16), cudaMemcpyDeviceToDevice,
-                               stream));
+      if (p < rank_x) {
+        HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_kv_), 64 * S * sizeof(hw::bf16),
+                                 cudaMemcpyDeviceToDevice, stream));
+      }
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = loop_[i];
