@@ -121,7 +121,14 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     return host
 
 
-def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
+def compare(
+    host: HostProgram,
+    plain: Fusion,
+    arrays: dict[str, Array],
+    ranks: Sequence[Mapping[str, Array | None]],
+    message: str,
+    tolerance: float = 1e-12,
+) -> None:
     """Tests that every rank has its block of each of NumPy's results, and None for a result whose mesh excludes the rank. `plain` has no
     user kernels."""
     with np.errstate(all="ignore"):
@@ -132,7 +139,7 @@ def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: S
                 assert results.get(parameter.name) is None
                 continue
             block = want[block_of(parameter.type, host.mesh, rank, want.shape)]
-            np.testing.assert_allclose(results[parameter.name], block, rtol=1e-12, atol=1e-12, err_msg=f"rank {rank}, {message}")
+            np.testing.assert_allclose(results[parameter.name], block, tolerance, tolerance, err_msg=f"rank {rank}, {message}")
 
 
 def seed_ranges(count: int, many: int) -> list[Any]:

@@ -438,9 +438,9 @@ def _exchanged(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor
     return hw.reshard(g.random.choice([terms, terms * 2]), g.random.choice([rows, f"{rows}@{axis}"]), terms.shape[1])
 
 
-def exchanging(seed: int) -> tuple[Generator, Fusion]:
+def exchanging(seed: int, meshes: Sequence[dict[str, int]] = MESHES) -> tuple[Generator, Fusion]:
     """Generator and program of small f32 matrices on one mesh. Most collectives are inside kernels."""
-    g = Generator(seed)
+    g = Generator(seed, meshes)
     g.meshes, g.dtype = [g.mesh], hw.f32
     add, limit = (lambda g, values, t: t + g.other(values, t)), (lambda g, values, t: hw.maximum(t, 1))
     ops: list[MakeOp] = [*[_exchanged] * 4, add, limit, turned, cut]
