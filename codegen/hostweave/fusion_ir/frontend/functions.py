@@ -302,13 +302,12 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Example: `x: bf16[M, 1024]` becomes `bf16[M, 8, 128]` by `hw.reshape(x, "M", 8, 128)`.
     """
-    sizes = _listed(dims)
-    known = [_size_of(dim, "reshape") for dim in sizes if dim != -1]
+    sizes, inferred = [stated(Size.of, dim, "reshape") for dim in _listed(dims)], Size(-1)
+    known = [_size_of(size, "reshape") for size in sizes if size != inferred]
     rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(sizes) - 1 else Size()
     if rest is None or len(known) < len(sizes) - 1:
-        raise ProgramError.here(f"reshape: -1 cannot be inferred for {x.type} to {list(sizes)}; write every dim")
-    shape = tuple(rest if dim == -1 else Size.of(dim) for dim in sizes)
-    return record("reshape", x, target=TensorType(x.dtype, tuple(map(Dim, shape))))
+        raise ProgramError.here(f"reshape: -1 cannot be inferred for {x.type} to {list(_listed(dims))}; write every dim")
+    return record("reshape", x, target=TensorType(x.dtype, tuple(Dim(rest if size == inferred else size) for size in sizes)))
 
 
 @checked

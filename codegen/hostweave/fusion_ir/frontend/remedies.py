@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hostweave.base.errors import ProgramError, closest_word, is_of_package
+from hostweave.base.errors import ProgramError, closest_word
 from hostweave.types.size import Size, product
 
 # Names in other libraries, with the equivalent in hostweave.
@@ -73,15 +72,6 @@ def _refused(sign: str, reverse: bool = False) -> Callable[..., NoReturn]:
     return lambda size, other="": size._refuse(sign, other, reverse)
 
 
-def _compared(sign: str, compare: Callable[[str, object], bool]) -> Callable[[SizeName, object], bool]:
-    def method(size: SizeName, other: object) -> bool:
-        if isinstance(other, int) and not is_of_package(sys._getframe(1)):
-            size._refuse(sign, other)
-        return compare(size, other)
-
-    return method
-
-
 class SizeName(str):
     """Text of a symbolic size. Text can be appended. Sizes are equal if their texts are equal, as in types. All other arithmetic,
     comparisons and conversions raise a ProgramError, with the text of the intended size if known."""
@@ -122,8 +112,13 @@ class SizeName(str):
     __lt__, __le__, __gt__, __ge__ = map(_refused, ("<", "<=", ">", ">="))
     __and__, __or__ = _refused("&"), _refused("|")
     __int__, __index__, __float__ = (_refused(word, True) for word in ("int", "index", "float"))
-    __eq__, __ne__ = _compared("==", str.__eq__), _compared("!=", str.__ne__)
     __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self._refuse("==", other) if isinstance(other, int) else super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._refuse("!=", other) if isinstance(other, int) else super().__ne__(other)
 
     def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
         self._refuse(ufunc.__name__, "", True)

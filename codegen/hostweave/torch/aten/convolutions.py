@@ -32,14 +32,8 @@ class _Kernel:
         """Input elements of each kernel position and output position: [batch, channels, positions, outs]."""
         batch, channels, *own = x.shape
         count = len(self.sizes)
-        fits = all(k * n == size for k, n, size in zip(self.sizes, outs, own, strict=True) if isinstance(n, int))
-        if (
-            not self.is_reversed
-            and self.stride == self.sizes
-            and set(self.dilation) == {1}
-            and fits
-            and all(isinstance(size, int) for size in own)
-        ):
+        fits = all(isinstance(size, int) and k * n == size for k, n, size in zip(self.sizes, outs, own, strict=True))
+        if not self.is_reversed and self.stride == self.sizes and set(self.dilation) == {1} and fits:
             apart = hw.reshape(x, batch, channels, *(size for pair in zip(outs, self.sizes, strict=True) for size in pair))
             turned = hw.permute_dims(apart, (0, 1, *range(3, 3 + 2 * count, 2), *range(2, 2 + 2 * count, 2)))
             return hw.reshape(turned, batch, channels, _count(self.sizes), _count(outs))

@@ -12,7 +12,7 @@ from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.aten.shapes import beside, first, indexed, numbered
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
-from hostweave.types.size import product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
 
 TABLE["threshold_backward.default"] = lambda result, dy, x, threshold: hw.where(x <= threshold, 0, dy)
@@ -108,18 +108,18 @@ def _embedding(result: Result, dy: hw.Tensor, indices: hw.Tensor, rows: int, pad
 @aten("index_put.default", "_unsafe_index_put.default", "index_put_.default")
 def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None], values: hw.Tensor, accumulate: bool = False) -> hw.Tensor:
     values, given = cast(values, result.dtype), [index for index in indices if index is not None]
-    if len(given) == 1 and given[0].dtype == hw.bool_ and all(size == 1 for size in values.shape):
+    if len(given) == 1 and given[0].dtype == hw.bool_ and product(values.type.shape) == Size():
         return _put_where(x, indices, given[0], hw.reshape(values) if values.ndim else values, accumulate)
     whole, number, dim, order = numbered(x, indices, "aten.index_put")
-    shape = [*whole.shape[:dim], *number.shape, *whole.shape[dim + 1 :]]
-    spread = values if tuple(values.shape) == tuple(shape) else hw.broadcast_to(values, *shape)
-    many = product(number.type.shape)
-    source = hw.reshape(spread, *whole.shape[:dim], str(many), *whole.shape[dim + 1 :]) if number.ndim != 1 else spread
-    if not accumulate and all(size == 1 for size in number.shape):  # one slice, written in place if x is donated
+    before, behind, many = whole.type.shape[:dim], whole.type.shape[dim + 1 :], product(number.type.shape)
+    shape = (*before, *number.type.shape, *behind)
+    spread = values if values.type.shape == shape else hw.broadcast_to(values, shape)
+    source = hw.reshape(spread, *before, many, *behind) if number.ndim != 1 else spread
+    if not accumulate and many == Size():  # one slice, written in place if x is donated
         begin = record("index", number, hw.iota(whole, dim, hw.i64))
         made = hw.dynamic_update_slice(whole, source, [begin if i == dim else 0 for i in range(whole.ndim)])
     else:
-        index = hw.reshape(number, *(str(many) if i == dim else 1 for i in range(whole.ndim)))
+        index = hw.reshape(number, *(many if i == dim else 1 for i in range(whole.ndim)))
         made = (_added if accumulate else hw.scatter)(whole, dim, index, source)
     if len(given) == 1:
         return made

@@ -6,7 +6,7 @@ import torch
 
 import hostweave as hw
 from hostweave.torch.aten.table import DTYPES, TABLE, Number, Result, aten, cast, refuse
-from hostweave.types.size import product
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import DType
 
 
@@ -155,6 +155,6 @@ def _attention(
     if p and "seed" not in named:
         raise refuse(f"attention with dropout_p={p} of tensors of a fusion has no seed; use hw.scaled_dot_product_attention")
     named |= {"dropout_p": p} if p else {}
-    if q.ndim > 3 and k.shape[-3] == 1 and v.shape[-3] == 1:  # queries share one head of keys
+    if q.ndim > 3 and all(x.type.shape[-3] == Size() for x in (k, v)):  # queries share one head of keys
         named["enable_gqa"] = True
     return hw.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **named)

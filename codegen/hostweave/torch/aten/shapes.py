@@ -100,7 +100,7 @@ def _flip(result: Result, x: hw.Tensor, dims: Sequence[int]) -> hw.Tensor:
 @aten("squeeze.default", "squeeze.dim", "squeeze.dims")
 def _squeeze(result: Result, x: hw.Tensor, dim: int | Sequence[int] | None = None) -> hw.Tensor:
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = tuple(d % x.ndim for d in dims if x.shape[d] == 1)
+    gone = tuple(d % x.ndim for d in dims if x.type.shape[d] == Size())
     return hw.squeeze(x, gone) if gone else x
 
 
