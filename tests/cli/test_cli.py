@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import IO
 
 import pytest
 from lowered_fusions import GOLDEN, STAGES, golden
 
 from hostweave.base.paths import EXAMPLES
 from hostweave.build import cache
+from hostweave.cli import main as commands
 from hostweave.cli.demo import repetitions_in
 from hostweave.cli.highlight import has_colours
 from hostweave.cli.main import main
@@ -204,12 +207,16 @@ def test_inspect_memory_of_a_program_without_temporaries(capsys: Captured) -> No
     [
         ("K", "--sizes K: 'K' is not a size; write NAME=NUMBER, with commas between several"),
         ("M=" + 5000 * "9", f"--sizes M={20 * '9'}: no memory holds so many elements; pass a smaller size"),
+        ("m=²", "--sizes m=²: 'm=²' is not a size; write NAME=NUMBER, with commas between several"),
+        ("=4", "--sizes =4: '=4' is not a size; write NAME=NUMBER, with commas between several"),
         ("m=1,K=x", "--sizes m=1,K=x: 'K=x' is not a size; write NAME=NUMBER, with commas between several"),
         ("M=8", "ag_matmul_p2p: Options: sizes: there is no size named M; the sizes of the program: m, K, N"),
     ],
 )
 def test_inspect_memory_at_wrong_sizes(capsys: Captured, sizes: str, message: str) -> None:
     assert mistake_of(capsys, "inspect", P2P, "--memory", "--sizes", sizes) == message
+    wrong = mistake_of(capsys, "inspect", P2P, "--memory", "--after", "all")
+    assert wrong == "--memory: prints the final program; omit --after and --only"
 
 
 def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
@@ -241,8 +248,8 @@ def test_streams(capsys: Captured) -> None:
 
 def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "one.py"
-    file.write_text("import hostweave as hw\n\n\n@hw.fusion(x=hw.f32['N'])\ndef one(x):\n    return -x\n")
-    assert "fusion @one(%x: f32[N])" in output_of(capsys, "inspect", str(file), "--after", "input")
+    file.write_bytes("\ufeffimport hostweave as hw\n\nN: int = 8\n@hw.fusion(x=hw.f32[N])\ndef one(x):\n    return -x\n".encode())
+    assert "fusion @one(%x: f32[4])" in output_of(capsys, "inspect", str(file), "--after", "input", "--set", "N = 4")
 
 
 def test_a_file_is_run_as_python_runs_it(capsys: Captured, tmp_path: Path) -> None:
@@ -270,8 +277,10 @@ def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> Non
     remedy = "give FILE.py:FUSION, or FILE.hw with the text of an IR"
     assert mistake_of(capsys, "inspect", str(missing)) == f"{missing}: No such file or directory; {remedy}"
     (latin := tmp_path / "latin.hw").write_bytes(b"\xe9")
-    assert mistake_of(capsys, "inspect", str(latin)) == f"{latin}: byte 0 is not UTF-8; {remedy}"
+    assert mistake_of(capsys, "inspect", str(latin)) == f"{latin}: byte 0 is not UTF-8; give the text of an IR"
     assert mistake_of(capsys, "inspect", "missing.hw") == f"missing.hw: No such file or directory; {remedy}"
+    (null := tmp_path / "null.py").write_bytes(b"\0")
+    assert mistake_of(capsys, "inspect", str(null)) == f"{null}:1: source code string cannot contain null bytes"
     assert mistake_of(capsys, "inspect", str(broken)) == f"{broken}:2: invalid syntax"
     assert mistake_of(capsys, "inspect", str(text)).startswith(f"{text}: line 1, column 15: unknown dtype 'f33'; use one of ")
     assert mistake_of(capsys, "inspect", str(empty)) == f"{empty}: defines no program; decorate a function with @hw.fusion"
@@ -321,9 +330,10 @@ def test_timeline(capsys: Captured, tmp_path: Path) -> None:
     assert mistake_of(capsys, *measured, "--ranks", "2").startswith("--measure: runs the program on its own mesh; omit --ranks")
     hosts = ("timeline", "transformer:mlp_tp", "--ranks", "dp=4,tp=4", *to)
     assert "and 45 GB/s between hosts (--network)" in output_of(capsys, *hosts, "--network", "45e9,5e-6")
-    assert "has more ranks than one host has GPUs" in mistake_of(capsys, *hosts)
+    assert "or --network 45e9,5e-6 on the command line" in mistake_of(capsys, *hosts)
     assert mistake_of(capsys, *hosts, "--network", "fast") == "--network fast: write two numbers, as in --network 45e9,5e-6"
     assert mistake_of(capsys, "timeline", P2P, "--ranks", "x", *to).startswith("--ranks x: 'x' is not a size; write NAME=NUMBER")
+    assert mistake_of(capsys, "timeline", P2P, "--ranks", "0", *to).endswith("mesh axis x has size 0: it must be an int of at least 1")
     assert "has no axis tp; its axes: x" in mistake_of(capsys, "timeline", P2P, "--ranks", "tp=4", *to)
 
 
@@ -393,6 +403,7 @@ def test_help_and_mistakes_of_commands(capsys: Captured) -> None:
     assert "overlap " in output_of(capsys, "bench", "--list")
     assert {one["name"] for one in json.loads(output_of(capsys, "bench", "--list", "--json"))} >= {"overlap", "compiler"}
     assert json.loads(output_of(capsys, "doctor", "--json"))[0]["name"] == "python"
+    assert mistake_of(capsys, "bench", "decode", "--list") == "bench --list: lists all benchmarks; omit the names, or remove --list"
     assert mistake_of(capsys, "bench", "--json") == "bench --json: only the list of benchmarks is JSON; add --list, or remove --json"
     for action in ("path", "clear"):
         assert mistake_of(capsys, "cache", action, "--json") == f"cache {action} --json: only list and size print JSON; remove --json"
@@ -453,3 +464,31 @@ def test_a_closed_pipe_is_no_error() -> None:
     result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert result.stderr == ""
     assert result.stdout.startswith("// ====")
+
+
+@pytest.mark.parametrize("command", ["doctor", "--version"])
+def test_output_that_cannot_be_written_when_the_command_ends(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+    def run(stdout: int | IO[str]) -> tuple[int, str]:
+        arguments = [sys.executable, "-m", "hostweave", command]
+        result = subprocess.run(arguments, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+        return result.returncode, result.stderr
+
+    assert run(writer) == (0, "")
+    os.close(writer)
+    with open("/dev/full", "w") as full:
+        status, message = run(full)
+    assert status == 1
+    assert message.startswith("hostweave: No space left on device; free space on that disk")
+
+
+def test_an_interrupted_command(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "report", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "hostweave: interrupted\n"

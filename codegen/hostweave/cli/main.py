@@ -5,8 +5,10 @@ import ast
 import difflib
 import itertools
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ import hostweave as hw
 from hostweave.base.errors import HostweaveError, did_you_mean
 from hostweave.base.paths import HOST_IR
 from hostweave.base.progress import progress, tell
+from hostweave.base.shortages import remedy_of
 from hostweave.build import cache
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.cli.bench import bench, benchmark_list
@@ -45,22 +48,37 @@ _HEADER = re.compile(r"\w+ @(\w+)(?:\(| \{)")  # begins a function, kernel, prog
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command, or prints the help. For a HostweaveError, prints the message on stderr and returns 1."""
-    parser, given = _parser(), sys.argv[1:] if arguments is None else list(arguments)
-    if not given:
-        parser.print_help()
-        return 0
     try:
-        if not given[0].startswith("-") and given[0] not in (known := commands_of(parser)):
-            raise HostweaveError(f"there is no command {given[0]}; {did_you_mean(given[0], known)}")
-        options = parser.parse_args(given)
-        command: Callable[[argparse.Namespace], int | None] = options.command
-        return command(options) or 0
+        try:
+            return _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            print(end="", flush=True)
     except HostweaveError as error:
         print(f"hostweave: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `hostweave inspect ... | head`
-        sys.stderr.close()
+    except OSError as error:
+        is_closed, remedy = isinstance(error, BrokenPipeError), remedy_of(str(error))  # closed by `hostweave inspect ... | head`
+        if not (is_closed or remedy):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest of the output when it exits.
+        if remedy:
+            print(f"hostweave: {error.strerror}; {remedy}", file=sys.stderr)
+        return int(not is_closed)
+    except KeyboardInterrupt:
+        print("hostweave: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(given: Sequence[str]) -> int:
+    parser = _parser()
+    if not given:
+        parser.print_help()
         return 0
+    if not given[0].startswith("-") and given[0] not in (known := commands_of(parser)):
+        raise HostweaveError(f"there is no command {given[0]}; {did_you_mean(given[0], known)}")
+    options = parser.parse_args(given)
+    command: Callable[[argparse.Namespace], int | None] = options.command
+    return command(options) or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -143,7 +161,7 @@ def _load(options: argparse.Namespace) -> Any:
         if not equals:
             raise HostweaveError(f"--set {setting}: there is no '='; write NAME=VALUE")
         try:
-            constants[name] = ast.literal_eval(value)
+            constants[name.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
             raise HostweaveError(f"--set {setting}: {value} is not a Python literal; quote a string twice, as in NAME='\"text\"'") from None
     given = {name: getattr(options, name) for name in ("streams", "overlap", "transport")}
@@ -204,6 +222,8 @@ def _inspect(options: argparse.Namespace) -> None:
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
     texts = [(name, str(stage)) for name, stage in seen]
     if options.memory:
+        if options.after is not None or options.only is not None:
+            raise HostweaveError("--memory: prints the final program; omit --after and --only")
         print(memory_report(host, _sizes(options.sizes)), end="")
     elif options.after is None:
         sources = render(host, settings.figures)
@@ -238,14 +258,14 @@ def _loops(host: HostProgram, settings: Options, stage: str) -> str:
 def _timeline(options: argparse.Namespace) -> None:
     program, settings = _load(options)
     made = hw.compile(program, target=options.target, options=replace(settings, check=False))
-    figures = replace(made.figures, network=_network(options.network)) if options.network else made.figures
+    figures = replace(made.figures, network=_network(options.network)) if options.network is not None else made.figures
     if options.measure:
         if options.ranks:
             raise HostweaveError("--measure: runs the program on its own mesh; omit --ranks, and set the mesh by --set")
         report = made.timeline(machine=figures, **random_inputs(program, settings.sizes))
     else:
-        ranks = int(options.ranks) if options.ranks.isdigit() else _sizes(options.ranks, "--ranks")
-        report = made.predict(settings.sizes, ranks=ranks or None, machine=figures)
+        ranks = int(options.ranks) if options.ranks.isdecimal() else _sizes(options.ranks, "--ranks") or None
+        report = made.predict(settings.sizes, ranks=ranks, machine=figures)
     print(report)
     report.save(output := options.output or Path(f"{made.name}.html"))
     print(output)
@@ -303,7 +323,7 @@ def _sizes(text: str, option: str = "--sizes") -> dict[str, int]:
     sizes = {}
     for setting in filter(None, text.split(",")):
         name, equals, value = setting.partition("=")
-        if not equals or not value.strip().isdigit():
+        if not equals or not name.strip() or not value.strip().isdecimal():
             raise HostweaveError(f"{option} {text}: {setting!r} is not a size; write NAME=NUMBER, with commas between several")
         if len(value) > 2 * len(str(MAX_SIZE)) or int(value) > MAX_SIZE:
             raise HostweaveError(f"{option} {name.strip()}={value[:20]}: no memory holds so many elements; pass a smaller size")
@@ -379,6 +399,8 @@ def _bench(options: argparse.Namespace) -> int:
         if options.json:
             raise HostweaveError("bench --json: only the list of benchmarks is JSON; add --list, or remove --json")
         return bench(options.names)
+    if options.names:
+        raise HostweaveError("bench --list: lists all benchmarks; omit the names, or remove --list")
     benchmarks = list(benchmark_list())
     if options.json:
         print(json.dumps(benchmarks))

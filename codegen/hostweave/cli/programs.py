@@ -15,19 +15,19 @@ from hostweave.host_ir.ir import HostProgram
 
 
 def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleType:
-    """Runs a Python file as a module. `constants` replace values of top-level assignments such as `D = 8`."""
+    """Runs a Python file as a module. `constants` replace values of top-level assignments such as `D = 8` or `D: int = 8`."""
     try:
-        tree = ast.parse(_text(path), str(path))
+        tree = ast.parse(_content(path), str(path))  # Python decodes the bytes, as it does for `python FILE`.
     except SyntaxError as error:
-        raise HostweaveError(f"{path}:{error.lineno}: {error.msg}") from None
+        raise HostweaveError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     unset = dict(constants or {})
     module = ModuleType(path.stem)
     module.__file__ = str(path)
     for statement in tree.body:
         match statement:
-            case ast.Assign(targets=[ast.Name(name)]) if name in unset:
+            case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)) if name in unset:
                 setattr(module, f"_{name}_given", unset.pop(name))
-                statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement.value)
+                statement.value = ast.copy_location(ast.Name(f"_{name}_given", ast.Load()), statement)
     if unset:
         raise HostweaveError(f"{path.name}: there is no top-level constant {next(iter(unset))!r} to set")
     folder = str(path.resolve().parent)  # imports search the file's folder, like `python FILE`
@@ -71,17 +71,18 @@ def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> 
 
 
 def _parse_ir(file: str) -> Fusion | HostProgram:
-    text = _text(Path(file))
+    content = _content(Path(file))
     try:
+        text = content.decode()
         return Fusion.parse(text) if re.search(r"^fusion @", text, re.M) else HostProgram.parse(text)
     except ParseError as error:
         raise ParseError(f"{file}: {error}") from None
+    except UnicodeDecodeError as error:
+        raise HostweaveError(f"{file}: byte {error.start} is not UTF-8; give the text of an IR") from None
 
 
-def _text(path: Path) -> str:
+def _content(path: Path) -> bytes:
     try:
-        return path.read_text("utf-8")
+        return path.read_bytes()
     except OSError as error:
         raise HostweaveError(f"{path}: {error.strerror}; give FILE.py:FUSION, or FILE.hw with the text of an IR") from None
-    except UnicodeDecodeError as error:
-        raise HostweaveError(f"{path}: byte {error.start} is not UTF-8; give FILE.py:FUSION, or FILE.hw with the text of an IR") from None

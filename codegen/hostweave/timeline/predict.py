@@ -21,7 +21,7 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
     if program.mesh.size > GPUS_PER_HOST and machine.network is None:
         why = f"{program.mesh} has more ranks than one host has GPUs, and the figures of {machine.name} have no network"
         example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
-        raise ProgramError(f"{program.name}: predict: {why}; give {example}")
+        raise ProgramError(f"{program.name}: predict: {why}; give {example}, or --network 45e9,5e-6 on the command line")
     instances = instantiate(program, sizes)
     ranks = tasks_of(instances, match_communications(instances), machine)
     simulate(ranks)
