@@ -191,17 +191,16 @@ class Program:
 
         `sizes` are global sizes by name. A missing size is taken from `Options(sizes=...)`, or is 4096, rounded up to a possible size.
         `machine` has the figures for the prediction, by default the figures of the options. `ranks` is another number of ranks, or other
-        sizes of mesh axes by name. The compiler then makes its choices again. For more than 8 ranks, the machine needs a `network` between
-        hosts. The prediction ignores the time in which hosts enqueue work. `print(report)` shows the totals, and `report.save("f.html")`
-        writes a page.
+        sizes of mesh axes by name. The compiler then makes its choices again; stated choices of "none" remain. For more than 8 ranks, the
+        machine needs a `network` between hosts. The prediction ignores the time in which hosts enqueue work. `print(report)` shows the
+        totals, and `report.save("f.html")` writes a page.
 
         Raises ArgumentError for invalid `sizes`, and ProgramError if the prediction is impossible; the message says why.
 
         Example: `hw.compile(mlp).predict({"M": 8192}, ranks=16).predicted.micros`.
         """
         figures = machine or self.figures
-        made = self.compiled if ranks is None else self.compiled.on_ranks(ranks, figures)
-        made, known = made.for_call("predict", sizes or {})
+        made, known = self.compiled.on_ranks(ranks, figures).for_call("predict", sizes or {})
         return made.report(predicted(made.host, known, figures))
 
     def build(self) -> None:

@@ -99,15 +99,18 @@ class Compiled:
         except ProgramError:
             return None
 
-    def on_ranks(self, ranks: int | Mapping[str, int], figures: Machine) -> Compiled:
-        """Compiles the same program for other sizes of mesh axes, without a check. An int is the size of the mesh's only axis."""
+    def on_ranks(self, ranks: int | Mapping[str, int] | None, figures: Machine) -> Compiled:
+        """Compiles the same program for other sizes of mesh axes, without a check. An int is the size of the mesh's only axis. Without
+        `ranks`, returns this program, unless the ranks of `figures` cannot access each other's memory as this program does."""
+        if ranks is None and not (self.reaches_memory and figures.hosts_of(self.host.mesh.all_ranks) > 1):
+            return self
         if not isinstance(self.given, Fusion):
             raise ProgramError(f"{self.host.name}: was compiled from host IR, which is only for {self.host.mesh}; omit ranks=")
-        mesh = self.given.mesh.with_sizes(ranks)
-        if figures.hosts_of(mesh.all_ranks) > 1:
-            figures = replace(figures, no_peers="the ranks are on several hosts")
-        options = replace(self.options, check=False, choices={}, windows=(), machine=figures)
-        return compiled(on_mesh(self.given, mesh), self.target.name, options)
+        given, choices = self.given, self.options.choices
+        if ranks is not None:
+            given, choices = on_mesh(given, given.mesh.with_sizes(ranks)), self.stated_sequential
+        options = replace(self.options, check=False, choices=choices, windows=(), machine=figures)
+        return compiled(given, self.target.name, options, f"on {given.mesh}")
 
     def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
         """Report of the timelines, of the fusion as a graph, and of the changes that each pass made."""
@@ -172,6 +175,7 @@ class Compiled:
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
     begin = perf_counter()
+    options = replace(options, machine=options.figures.for_ranks(given.mesh.all_ranks))
     host = lower(given, options)
     made = Compiled(given, host, find_target(target), options, variant=variant)
     count, seconds = len(list(host.instructions())), perf_counter() - begin

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -259,8 +258,7 @@ class Running:
         if not isinstance(group, Group):
             raise ArgumentError(f"{self.name}: group={group!r} is not a group; pass the result of hw.init or group.split")
         if group.hosts > 1 and self.compiled.reaches_memory:
-            figures = replace(self.compiled.options.figures, no_peers="the ranks are on several hosts")
-            return self.variants.on(figures)._local(group, bound, arrays, stream)
+            return self.variants.on(self.compiled.options.figures.across_hosts)._local(group, bound, arrays, stream)
         if not group.can_coordinate and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.optional_transports):
             why = "communicators of the application map no memory"
             return self._without(why, lambda transport: transport.has_communicator)._local(group, bound, arrays, stream)

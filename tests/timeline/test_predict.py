@@ -312,6 +312,7 @@ def test_a_program_on_some_ranks_stays_on_its_mesh() -> None:
 
 NETWORK = Network(bandwidth=45e9, latency=5e-6, source="8 ports of 400 Gb/s a host")
 HOSTS = replace(H200, network=NETWORK)
+SMALL_HOSTS = replace(H200, network=Network(bandwidth=1e9, latency=5e-6, source="a slow network", ranks=4))
 
 
 def test_hosts_are_joined_by_their_network() -> None:
@@ -369,6 +370,32 @@ def test_nothing_is_put_to_another_host() -> None:
     made = hw.compile(product(8, ("M@x", "N")), options=hw.Options(check=False, machine=H200, sizes=sizes))
     assert any(event.name.startswith("put") for event in made.predict(sizes).predicted.events)
     assert not any(event.name.startswith("put") for event in made.predict(sizes, ranks=16, machine=HOSTS).predicted.events)
+    assert not any(event.name.startswith("put") for event in made.predict(sizes, machine=SMALL_HOSTS).predicted.events)
+    own = hw.compile(product(8, ("M@x", "N")), options=hw.Options(check=False, machine=SMALL_HOSTS, sizes=sizes))
+    assert "only two-sided transport: the ranks are on several hosts" in own.explain()
+    stated = hw.compile(product(8, ("M", "N"), True, chunks=8, algorithm="put"), options=hw.Options(check=False, machine=H200))
+    with pytest.raises(ProgramError, match="predict: ranks 0 and 7 are on different hosts, between which nothing can be put"):
+        stated.predict(sizes, machine=SMALL_HOSTS)
+
+
+def test_choices_depend_on_the_network() -> None:
+    """The times of `explain` are those of the timeline, also for a gather along an axis that spans hosts."""
+    sizes = {"M": 65536, "K": 8192, "N": 8192}
+    made = hw.compile(product(8, ("M", "N"), True), options=hw.Options(check=False, machine=SMALL_HOSTS, sizes=sizes))
+    (choice,) = made.choices
+    assert choice.chosen.name == "none"
+    assert made.predict().predicted.micros == pytest.approx(choice.chosen.micros, rel=0.01)
+    assert choice.chosen.micros > 1e6 * 2 * 65536 * 8192 / 2 / 4 / 1e9
+
+
+def test_a_choice_of_no_loop_holds_on_other_ranks() -> None:
+    sizes = {"M": 8192, "K": 65536, "N": 8192}
+    fusion = product(8, ("M@x", "N"))
+    (choice,) = hw.compile(fusion, options=hw.Options(check=False, machine=H200, sizes=sizes)).choices
+    made = hw.compile(fusion, options=hw.Options(check=False, machine=H200, sizes=sizes, choices={choice.name: "none"}))
+    assert choice.chosen.name != "none"
+    for ranks in (1, 4, 8):
+        assert not any(event.name.startswith("put") for event in made.predict(ranks=ranks).predicted.events)
 
 
 def test_a_network_is_kept_with_the_figures() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, communication_slowdown
+from hostweave.communication.cost import MATMUL_SLOWDOWN_BY_KERNELS, Overlap, between, communication_slowdown
 from hostweave.communication.dataflow import Dataflow, LoopIteration, Values, rank_in_group
 from hostweave.communication.packing import TermReduction
 from hostweave.fusion_ir.ir import ROTATIONS, Op
@@ -59,7 +59,7 @@ class Algorithm:
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
         """Predicted seconds of the loop. By default, kernels send the chunks one after another, each to one rank."""
-        transfer = machine.link("collective", 2).seconds(overlap.size / chunks)
+        transfer = between(machine, overlap.size / chunks, overlap.hosts)
         shard = overlap.size / overlap.ranks / machine.memory
         added = machine.launch + (overlap.ranks + 1) * shard
         own, slower = chunks // overlap.ranks, communication_slowdown(overlap.ranks)

@@ -38,6 +38,12 @@ def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: i
     return 2 * one_pass if kind == "all_reduce" else one_pass
 
 
+def between(machine: Machine, size: float, hosts: int = 1) -> float:
+    """Seconds to send `size` bytes from a rank to another one, over the network if there are several `hosts`."""
+    seconds = machine.link("collective", 2).seconds(size)
+    return max(seconds, machine.network.seconds(size)) if machine.network and hosts > 1 else seconds
+
+
 def communication_slowdown(ranks: int) -> float:
     """Slowdown for `ranks` ranks, or for the next larger number in the table. Beyond the table, slowdown for the largest number."""
     return next(slower for most, slower in COMMUNICATION_SLOWDOWN.items() if ranks <= most or most == max(COMMUNICATION_SLOWDOWN))
@@ -46,10 +52,10 @@ def communication_slowdown(ranks: int) -> float:
 # --- outside of loops -------------------------------------------------------------------------------------------------
 
 
-def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool) -> float:
+def by_collective(machine: Machine, kind: str, ranks: int, size: float, overlaps: bool, hosts: int = 1) -> float:
     """Seconds of a collective of `size` bytes. With `overlaps`, only the seconds by which the collective delays concurrent ops, because its
     kernels occupy multiprocessors."""
-    alone = communication(machine, kind, ranks, size)
+    alone = communication(machine, kind, ranks, size, hosts)
     return alone * communication_slowdown(ranks) * (1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS) if overlaps else alone
 
 
@@ -85,6 +91,7 @@ class Overlap:
     overlapped: float = 0.0  # seconds of other ops that can overlap with the communication if there is no loop
     consumer_sums: bool = False  # True if the consumer's kernel sums the terms
     extra_seconds: tuple[float, float] = 0.0, 0.0  # seconds of kernels that pack and join blocks: (without a loop, in a loop)
+    hosts: int = 1
 
     def outside(self, machine: Machine, by: str = "") -> float:
         """Seconds without a loop. The delay of overlapped ops is included. `by` is "put" or "get" for copies, and "" for a collective."""
@@ -92,7 +99,7 @@ class Overlap:
             communicated = by_copies(machine, self.kind, by, self.ranks, self.size, overlaps=False)
             slower = MATMUL_SLOWDOWN_BY_COPIES - 1
         else:
-            communicated = SWITCH_SECONDS + communication(machine, self.kind, self.ranks, self.size)
+            communicated = SWITCH_SECONDS + communication(machine, self.kind, self.ranks, self.size, self.hosts)
             slower = 1 - 1 / MATMUL_SLOWDOWN_BY_KERNELS
         hidden = min(communicated, self.overlapped)
         computed = self.extra_seconds[0] + sum(p.seconds(machine) for p in self.products)

@@ -27,7 +27,7 @@ class _Slices(Algorithm):
         return self.chunks_to_try
 
     def seconds(self, overlap: Overlap, machine: Machine, chunks: int) -> float:
-        transfer = communication(machine, self.kind, overlap.ranks, overlap.size / chunks)
+        transfer = communication(machine, self.kind, overlap.ranks, overlap.size / chunks, overlap.hosts)
         return overlap.in_chunks(machine, chunks, 0, transfer, communication_slowdown(overlap.ranks), MATMUL_SLOWDOWN_BY_KERNELS, 0.0)
 
 

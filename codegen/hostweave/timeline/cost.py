@@ -6,8 +6,9 @@ from functools import partial
 from math import ceil, log2, prod
 from typing import Any
 
+from hostweave.base.errors import ProgramError
 from hostweave.check.operations import Access, Operation
-from hostweave.communication.cost import CHUNK_SECONDS, LOOP_SECONDS, SWITCH_SECONDS, communication
+from hostweave.communication.cost import CHUNK_SECONDS, LOOP_SECONDS, SWITCH_SECONDS, between, communication
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.fusion_ir.ops.indexing import MAX_BLOCK_SORT
@@ -15,6 +16,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import Kernel
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, WAITING
+from hostweave.transports.transport import DEFAULT
 from hostweave.tune.cost import ATTENTION_PEAK, AttentionWork, Product, grouped_product, in_kernel
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
@@ -158,9 +160,7 @@ def _permute(operation: Operation, machine: Machine) -> Work:
 
 def _seconds_between(operation: Operation, peers: Iterable[int | None], size: float, machine: Machine) -> float:
     """Seconds to move `size` bytes between two ranks, over the network if a peer is on another host."""
-    seconds = machine.link("collective", 2).seconds(size)
-    ranks = {operation.rank, *(peer for peer in peers if peer is not None)}
-    return max(seconds, machine.network.seconds(size)) if machine.network and machine.hosts_of(ranks) > 1 else seconds
+    return between(machine, size, machine.hosts_of({operation.rank, *(peer for peer in peers if peer is not None)}))
 
 
 def _in_kernel(operation: Operation, machine: Machine) -> Work:
@@ -193,6 +193,9 @@ def _pair(operation: Operation, machine: Machine) -> Work:
 
 
 def _one_sided(operation: Operation, machine: Machine) -> Work:
+    if machine.hosts_of(operation.process_group) > 1:
+        why = f"ranks {operation.rank} and {operation.peer} are on different hosts, between which nothing can be put"
+        raise ProgramError(f'predict: {why}; choose another algorithm, or transport="{DEFAULT}"', operation.instruction.location)
     size, is_read = max(_bytes(access) for access in operation.accesses), operation.instruction.posts == "get"
     link = machine.link("get" if is_read else "put", len(operation.process_group))
     return Work(link.seconds(size), "copies", sent=0 if is_read else size)

@@ -213,7 +213,7 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
         if OPS[op.kind].is_reshard_step:
             axes = step_of(op).axes
             ranks = types[op.tensors[0]].mesh_in(fusion.mesh).size_of(axes) if axes else 2  # a step without axes counts as 2 ranks
-            return communication(machine, op.kind, ranks, max(moved))
+            return communication(machine, op.kind, ranks, max(moved), hosts_of(op, fusion, machine))
         if OPS[op.kind].is_product:
             return product_of(op, fusion, sizes, tf32).seconds(machine)
         if op.kind == "attention" or op.kind in GRADIENTS:
@@ -221,6 +221,12 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
         return machine.launch + sum(moved) / machine.memory
 
     return {op.result.name: of_op(op) for op in fusion.ops}
+
+
+def hosts_of(reshard: Op, fusion: Fusion, machine: Machine) -> int:
+    """Number of hosts of a process group of a reshard step."""
+    mesh = fusion.types[reshard.tensors[0]].mesh_in(fusion.mesh)
+    return machine.hosts_of(mesh.process_group(mesh.all_ranks[0], step_of(reshard).axes)) if machine.network else 1
 
 
 def in_kernel(kind: str, ranks: int, size: float) -> float:

@@ -19,7 +19,17 @@ from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.transports.transport import SIGNALS
-from hostweave.tune.cost import AttentionWork, Product, around_attention, attention_of, cost_by_shards, cost_of_copies, product_of, seconds
+from hostweave.tune.cost import (
+    AttentionWork,
+    Product,
+    around_attention,
+    attention_of,
+    cost_by_shards,
+    cost_of_copies,
+    hosts_of,
+    product_of,
+    seconds,
+)
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
@@ -180,8 +190,9 @@ def alternatives(candidate: Candidate, fusion: Fusion, options: Options) -> tupl
     is_made = keys is not None or _is_made(op.tensors[0], fusion)
     is_rows = candidate.dim < len(candidate.matmuls[0].result.type.dims) - 1
     overlapped, users = _beside(op, fusion, sizes, machine, tf32), consumers(fusion)[op.result.name]
+    hosts = hosts_of(op, fusion, machine)
     consumer_sums = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
-    overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, overlapped, consumer_sums, extra_seconds)
+    overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, overlapped, consumer_sums, extra_seconds, hosts)
     found = [Alternative(IN_SEQUENCE, 0, _micros(overlap.outside(machine)))]
     if not OPS[op.kind].reduces and not keys and _may_copy(options, candidate.is_even):
         by = "get" if is_made else "put"
@@ -228,7 +239,7 @@ def alternatives_outside_loops(
         return ()
     size = _bytes(op, fusion, sizes)
     by = "get" if OPS[op.kind].reduces or _is_made(source.name, fusion) else "put"
-    kernels = by_collective(machine, op.kind, ranks, size, overlaps)
+    kernels = by_collective(machine, op.kind, ranks, size, overlaps, hosts_of(op, fusion, machine))
     copies = by_copies(machine, op.kind, by, ranks, size, overlaps)
     own = laid_out = 0.0
     by_shards = list[Alternative]()

@@ -101,6 +101,14 @@ class Machine:
     def hosts_of(self, ranks: Iterable[int]) -> int:
         return len({rank // self.network.ranks for rank in ranks}) if self.network else 1
 
+    def for_ranks(self, ranks: Iterable[int]) -> Machine:
+        """The machine for these ranks of a program. Ranks of several hosts cannot access each other's memory."""
+        return self.across_hosts if self.hosts_of(ranks) > 1 else self
+
+    @property
+    def across_hosts(self) -> Machine:
+        return replace(self, no_peers="the ranks are on several hosts")
+
     def link(self, by: str, ranks: int) -> Link:
         """The link of kind `by` whose number of ranks is closest to `ranks`, or the larger of two equally close ones."""
         return min((link for link in self.links if link.by == by), key=lambda link: (abs(link.ranks - ranks), -link.ranks))
