@@ -135,7 +135,7 @@ def test_numbers_get_the_dtype_of_the_tensor() -> None:
 def test_shapes() -> None:
     fusion = trace(
         "a = hw.reshape(x, 4, 'M/4', -1)\nb = hw.permute_dims(a, (2, 0, 1))\nc = b[:, None]\nd = hw.broadcast_to(c, 'K', 2, 4, 'M/4')\n"
-        "e = hw.mean(d, axis=(0, -1), keepdims=True)\nreturn hw.astype(e, hw.f32)",
+        "e = hw.mean(d, axis=[0, -1], keepdims=True)\nreturn hw.astype(e, hw.f32)",
         x=X,
     )
     assert ops(fusion) == [

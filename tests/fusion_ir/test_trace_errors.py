@@ -297,6 +297,16 @@ ERRORS = {
         {"x": "hw.i32[4]"},
         "4: mean: not defined for i32; use hw.astype to a dtype that is float",
     ),
+    "softmax of ints": (
+        "return hw.softmax(x)",
+        {"x": "hw.i32[4]"},
+        "4: softmax: not defined for i32; use hw.astype to a dtype that is float",
+    ),
+    "number at a tensor": (
+        "return 3 @ x",
+        {"x": "hw.f32[4, 4]"},
+        "4: matmul: f32[] has 0 dims, at least 2 are needed; use x[None] or x[:, None]",
+    ),
     "linear rank": (
         "return hw.linear(x, w)",
         {"w": 'hw.bf16["N"]'},
@@ -358,7 +368,7 @@ ERRORS = {
     "attention dtypes": (
         "return hw.scaled_dot_product_attention(x, w, w)",
         {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32[4, 'T', 8]"},
-        "4: attention: dtypes differ: bf16[4, S, 8] and f32[4, T, 8]; use hw.astype on one of them",
+        "4: scaled_dot_product_attention: dtypes differ: bf16[4, S, 8] and f32[4, T, 8]; use hw.astype on one of them",
     ),
     "rotary": (
         "return hw.rotary_embedding(x, x, x)",

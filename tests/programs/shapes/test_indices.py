@@ -361,20 +361,26 @@ def test_gpus_use_the_nearest_valid_index(ranks: int) -> None:
 
 MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
     "axis of take": (lambda v: hw.take(v.x, v.ids), "take: f32[M, N] has 2 dims; choose one by axis="),
-    "float indices": (lambda v: hw.take(v.x, v.terms, 0), "index: not defined for f32; use hw.astype to a dtype that is int or uint"),
+    "float indices": (lambda v: hw.take(v.x, v.terms, 0), "take: not defined for f32; use hw.astype to a dtype that is int or uint"),
     "dims of gather": (
         lambda v: hw.gather(v.x, 0, v.places),
         "gather: f32[M, N] and i64[T] differ in their number of dims; use hw.expand_dims",
     ),
-    "rows of gather": (lambda v: hw.gather(v.grid[:3], 1, v.grid), "take: shapes do not broadcast: i64[3, 1] and i64[9, 1] differ in dim"),
-    "dims of take_along_axis": (lambda v: hw.take_along_axis(v.x, v.places, 0), "take: i64[T] is not an i64 tensor with as many dims as"),
-    "shape of indices": (lambda v: hw.take_along_axis(v.x, v.terms.T > 0, 0), "index: not defined for bool"),
+    "rows of gather": (
+        lambda v: hw.gather(v.grid[:3], 1, v.grid),
+        "gather: shapes do not broadcast: i64[3, 1] and i64[9, 1] differ in dim",
+    ),
+    "dims of take_along_axis": (
+        lambda v: hw.take_along_axis(v.x, v.places, 0),
+        "take_along_axis: i64[T] is not an i64 tensor with as many dims as",
+    ),
+    "shape of indices": (lambda v: hw.take_along_axis(v.x, v.terms.T > 0, 0), "take_along_axis: not defined for bool"),
     "table": (lambda v: hw.embedding(v.ids, v.x[0]), "embedding: a weight of f32[N] is not [V, E]; reshape it"),
     "classes": (lambda v: hw.one_hot(v.ids, "1 2"), "one_hot: "),
     "source": (lambda v: hw.scatter(v.x, 0, v.places, v.terms), "scatter: i64[T] is not an i64 tensor with as many dims as f32[T, N]"),
     "lengths": (
         lambda v: hw.scatter_add(v.x, 0, v.across, v.terms),
-        "scatter_sum: i64[M, 3] does not have an index for each element of dim 0 of f32[T, N]; make these dims equal",
+        "scatter_add: i64[M, 3] does not have an index for each element of dim 0 of f32[T, N]; make these dims equal",
     ),
     "into": (lambda v: hw.scatter(v.across, 0, v.places[:, None], v.terms), "scatter: cannot scatter f32[T, N] to i64[M, 3]"),
     "sums of bools": (lambda v: hw.cumsum(v.flags, 0), "cumsum: not defined for bool; use hw.astype"),

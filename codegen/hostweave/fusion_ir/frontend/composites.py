@@ -11,7 +11,7 @@ from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.index_map import broadcasts
-from hostweave.fusion_ir.ops import fits
+from hostweave.fusion_ir.ops import called_function, fits
 from hostweave.fusion_ir.ops.scaled import BLOCK, SCALINGS
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, f8e4m3, f8e5m2, f32, u32
@@ -21,14 +21,19 @@ MAX_RANDOM_DIMS = 4  # the random number generator has a counter of 4 words
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """Decorator that checks the arguments. Names the result after `word`, unless the result is an argument."""
+    """Decorator that checks the arguments. Names the result after `word`, unless the result is an argument. Errors of the recorded ops
+    name the function."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         function = checked(function)
 
         @wraps(function)
         def called(*args: _P.args, **options: _P.kwargs) -> Tensor:
-            result = function(*args, **options)
+            outer = called_function.set(called_function.get() or function.__name__)
+            try:
+                result = function(*args, **options)
+            finally:
+                called_function.reset(outer)
             return result if any(result is given for given in (*args, *options.values())) else _worded(word, result)
 
         return called

@@ -364,7 +364,7 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
 
     Raises ProgramError if one of these dims has another size. Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
     """
-    given = axis if isinstance(axis, tuple) else (axis,)
+    given = axis if isinstance(axis, tuple | list) else (axis,)
     gone = {dim_of(x, one, "squeeze") for one in given}
     for number in sorted(gone):
         if x.type.shape[number] != Size():

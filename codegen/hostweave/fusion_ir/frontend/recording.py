@@ -89,5 +89,5 @@ def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str) -> tuple
     """Sorted indices of the dims that `axis` names, by default all dims."""
     if not hasattr(x, "_trace"):
         raise ProgramError.here(f"{kind}: {x!r} is not a tensor of this fusion; make it an input")
-    given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     return tuple(sorted(dim_of(x, a, kind) for a in given))

@@ -211,6 +211,9 @@ class Tensor:
     def __matmul__(self, other: Tensor) -> Tensor:
         return record("matmul", self, other)
 
+    def __rmatmul__(self, other: Scalar) -> Tensor:
+        return record("matmul", other, self)
+
     def __pow__(self, other: Tensor | Scalar) -> Tensor:
         other = with_ints(other)
         if isinstance(other, int) and other in (1, 2, 3, 4):  # multiplication is tens of times cheaper

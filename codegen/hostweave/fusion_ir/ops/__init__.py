@@ -1,6 +1,7 @@
 """The table of ops of the fusion IR, and look-ups in it."""
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
@@ -28,6 +29,8 @@ RESHARD_STEPS = tuple(kind for kind, op in OPS.items() if op.is_reshard_step)
 RESHARDS = ("reshard", *RESHARD_STEPS)
 TO_OTHER_MESHES = tuple(kind for kind, op in OPS.items() if op.to_other_mesh)
 
+called_function: ContextVar[str] = ContextVar("called_function", default="")  # function of the user's call, for error messages
+
 
 def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
     """Types of all operands. A number has no dims, and the dtype of the last tensor operand. Raises ProgramError if all operands are
@@ -41,7 +44,10 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
     result = []
     for operand in op.operands:
         if not isinstance(operand, str) and not fits(operand, dtype):
-            raise ProgramError(f"{op.kind}: {operand!r} is not a value of {tensors[-1]}; use hw.astype or another number", op.location)
+            raise ProgramError(
+                f"{called_function.get() or op.kind}: {operand!r} is not a value of {tensors[-1]}; use hw.astype or another number",
+                op.location,
+            )
         result.append(types[operand] if isinstance(operand, str) else TensorType(dtype, ()))
     return tuple(result)
 
@@ -62,7 +68,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
     try:
         derived, mesh = OPS[op.kind].infer(operands, op), _common_mesh(op, operands)
     except Mismatch as mismatch:
-        raise ProgramError(f"{op.kind}: {mismatch}", op.location) from None
+        raise ProgramError(f"{called_function.get() or op.kind}: {mismatch}", op.location) from None
     return derived if derived.mesh is mesh else replace(derived, mesh=mesh)
 
 

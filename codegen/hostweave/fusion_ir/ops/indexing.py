@@ -57,7 +57,7 @@ OPS["start"] = replace(OPS["index"], numpy=lambda np, ids, rows: np.clip(ids, 0,
 
 def _at(index: TensorType, beside: TensorType) -> None:
     if index.dtype != i64 or len(index.dims) != len(beside.dims):
-        raise Mismatch(f"{index} is not an i64 tensor with as many dims as {beside}; use index, and hw.expand_dims")
+        raise Mismatch(f"{index} is not an i64 tensor with as many dims as {beside}; use hw.expand_dims")
 
 
 def _take(types: Types, op: Op) -> TensorType:
