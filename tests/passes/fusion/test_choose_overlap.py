@@ -298,8 +298,9 @@ def test_a_gather_with_another_consumer_is_not_in_the_loop(other: str) -> None:
     with pytest.warns(OverlapWarning) as caught:
         after = choose_overlap(fusion("%x: f32[M@x, K], %w: f32[K, K]", before), Options())
     assert [op.result.stream for op in after.ops if op.result.name == "g"] == [None]
+    assert (caught[0].filename, caught[0].lineno) == ("text", 4)
     assert str(caught[0].message) == (
-        "text:4: stream of %a overlaps nothing: the all_gather of %x is before the loop, because its result is used by %b too; "
+        "stream of %a overlaps nothing: the all_gather of %x is before the loop, because its result is used by %b too; "
         "stream all users over the same dim, in equal chunks, so that no user needs a whole result of another"
     )
 
@@ -323,22 +324,22 @@ def test_chunks_by_shard_of_a_sharded_dim_are_refused() -> None:
         (
             "%x: f32[10@x, K]",
             "%g: f32[10, K] = all_gather(%x, dim=0, axes=(x))\n%y: f32[10, K] stream(0, 4) = negative(%g)",
-            "text:3: stream of %y overlaps nothing: 8 ranks do not split the size 10 of dim 0 of %g evenly",
+            "3: stream of %y overlaps nothing: 8 ranks do not split the size 10 of dim 0 of %g evenly",
         ),
         (
             "%x: f32[10@x, K]",
             "%y: f32[10@x, K] stream(0, 2) = negative(%x)",
-            "text:2: stream of %y overlaps nothing: 8 ranks do not split the size 10 of dim 0 of %y evenly",
+            "2: stream of %y overlaps nothing: 8 ranks do not split the size 10 of dim 0 of %y evenly",
         ),
         (
             "%x: f32[8, 10@x]",
             "%g: f32[8, 10] stream(0, 2) = all_gather(%x, dim=1, axes=(x))",
-            "text:2: stream of %g overlaps nothing: 8 ranks do not split the size 10 of dim 1 of %g evenly",
+            "2: stream of %g overlaps nothing: 8 ranks do not split the size 10 of dim 1 of %g evenly",
         ),
     ],
 )
 def test_no_loop_over_uneven_shards(inputs: str, ops: str, why: str) -> None:
     with pytest.warns(OverlapWarning) as caught:
         made = choose_overlap(fusion(inputs, ops), Options())
-    assert [str(each.message) for each in caught] == [f"{why}, so no loop is formed; pad the dim so that the split is even"]
+    assert [f"{each.lineno}: {each.message}" for each in caught] == [f"{why}, so no loop is formed; pad the dim so that the split is even"]
     assert not any(op.result.stream for op in made.ops)

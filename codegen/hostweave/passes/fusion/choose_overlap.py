@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from hostweave.base.errors import OverlapWarning, ProgramError, did_you_mean
+from hostweave.base.errors import Location, OverlapWarning, ProgramError, did_you_mean
 from hostweave.base.unchanged import replaced
 from hostweave.communication.algorithm import Algorithm
 from hostweave.communication.algorithms import NAMES, algorithms_of
@@ -29,6 +29,8 @@ from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.types.size import Size
+
+_shown: dict[str | tuple[str, type[Warning], int], int] = {}  # By default, Python shows a warning of a line once.
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
@@ -274,8 +276,8 @@ class _Choice:
         return ""
 
     def warn(self, op: Op, why: str) -> None:
-        text = f"stream of %{op.result.name} overlaps nothing: {why}"
-        warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
+        text, at = f"stream of %{op.result.name} overlaps nothing: {why}", op.location or Location("program", 1)
+        warnings.warn_explicit(text, OverlapWarning, at.file, at.line, registry=_shown)
 
     def ordered(self) -> Iterator[Op]:
         moved = {member.name for members in self.joined.values() for member in members}
