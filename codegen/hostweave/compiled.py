@@ -21,7 +21,7 @@ from hostweave.communication.algorithms import need_optional_transport
 from hostweave.emit import render
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.rewriting import at_sizes, on_mesh
+from hostweave.fusion_ir.rewriting import at_sizes, names_of_choices, on_mesh, without_loops
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.size_requirements import MAX_SIZE, are_divided
 from hostweave.options import Options
@@ -80,6 +80,12 @@ class Compiled:
     def stated_sequential(self) -> dict[str, str]:
         """The user's choices of "none", the only alternative that each variant has."""
         return {name: chosen for name, chosen in self.options.choices.items() if chosen == IN_SEQUENCE}
+
+    @property
+    def stated_for_all_machines(self) -> dict[str, str]:
+        """The user's choices that need no optional transport."""
+        made = (choice for choice in self.host.choices if choice.name in self.options.choices)
+        return {choice.name: choice.chosen.name for choice in made if not need_optional_transport((choice,), self.options)}
 
     @cached_property
     def marked(self) -> Compiled:
@@ -176,6 +182,10 @@ class Compiled:
 def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
     begin = perf_counter()
     options = replace(options, machine=options.figures.for_ranks(given.mesh.all_ranks))
+    if isinstance(given, Fusion):  # The text of a fusion may have choices of an earlier compilation.
+        recorded = names_of_choices(given)
+        replaced = {name for name, chosen in options.choices.items() if recorded.get(name, chosen) != chosen}
+        given = without_loops(given, replaced) if replaced else given
     host = lower(given, options)
     made = Compiled(given, host, find_target(target), options, variant=variant)
     count, seconds = len(list(host.instructions())), perf_counter() - begin

@@ -74,7 +74,7 @@ class Variants:
         return self._get("marked", lambda: self._compiled.marked)
 
     def on(self, machine: Machine) -> Running:
-        choices = self._compiled.stated_sequential
+        choices = self._compiled.stated_for_all_machines
         return self._get(machine, lambda: self._compiled.otherwise("without some transports", choices=choices, machine=machine))
 
     def for_windows(self, names: tuple[str, ...]) -> Running | None:

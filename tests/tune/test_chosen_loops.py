@@ -20,6 +20,7 @@ from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
 from hostweave.fusion_ir.choice import Alternative, Choice
 from hostweave.pipeline import lower
+from hostweave.running import Running, Variants
 from hostweave.runtime import search
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.local import LocalProgram
@@ -243,6 +244,37 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     ):  # The message is the same as for the sequential program.
         program.run(x=calls[-1], **{**weights, "wg": given["wg"][:15]})
     program.close()
+
+
+def test_stated_choices_in_variants() -> None:
+    """Without peer memory, a stated choice of sends and recvs holds."""
+
+    @hw.fusion(mesh=hw.Mesh(x=4), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N@x"], v=hw.bf16["N@x", "K"])
+    def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(hw.matmul(hw.matmul(x, w), v), "M@x", "K")
+
+    sizes = {"M": 8192, "K": 8192, "N": 28672}
+    made = hw.compile(mlp, options=hw.Options(sizes=sizes, machine=H200, check=False, choices={"@mlp %x_gathered": "p2p(4)"}))
+    assert [choice.chosen.name for choice in made.choices] == ["p2p(4)", "put(4)"]
+    variant = Variants(made.compiled, Running).on(H200.across_hosts)
+    assert [choice.chosen.name for choice in variant.compiled.host.choices] == ["p2p(4)", "none"]
+
+
+def test_choices_in_the_text_of_a_fusion() -> None:
+    """The text has loops that an earlier compilation chose. Options replace these choices, and the sequential variant has no loops."""
+    stated = hw.Options(sizes={"M": 8192, "K": 8192, "N": 8192}, machine=H200, check=False)
+    seen: dict[str, Any] = {}
+    fusion = hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N@x"])(lambda x, w: hw.matmul(x, w))
+    lower(fusion, replace(stated, choices={"@program %x_gathered": "put(4)"}), seen.__setitem__)
+    given = hw.Fusion.parse(str(seen["choose_overlap"]))
+    made = hw.compile(given, options=hw.Options(machine=H200, check=False))
+    assert [choice.chosen.name for choice in made.choices] == ["put(4)"]
+    assert not made.compiled.in_sequence.host.choices
+    assert made.predict({"M": 6, "K": 4, "N": 8}).predicted.micros > 0
+    (other,) = hw.compile(given, options=replace(stated, choices={"@program %x_gathered": "put(2)"})).choices
+    assert other.chosen.name == "put(2)"
+    with pytest.raises(ProgramError, match=re.escape("choices: @program %x_gathered: magic(3) is not possible; use one of put(")):
+        hw.compile(given, options=replace(stated, choices={"@program %x_gathered": "magic(3)"}))
 
 
 def test_uneven_sizes_with_stated_choices() -> None:

@@ -1,6 +1,6 @@
 """Helpers for passes over fusions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
@@ -49,19 +49,33 @@ def in_order(fusion: Fusion, ops: Sequence[Op]) -> Fusion:
     return replaced(fusion, body=tuple(fusion.loop_of.get(op.result.name, op) for op in kept))
 
 
-def without_loops(fusion: Fusion) -> Fusion:
-    """Replaces chunk loops by streams, from which `choose_overlap` forms loops again. Ops of a loop over a gathered value get no stream."""
-
-    def streamed(op: Op, loop: ChunkLoop) -> Op:
-        given, chunks = op.result.walked, None if loop.drops_dim else int(loop.trips)
-        stream = None if loop.gathered else replace(given, chunks=chunks, chunking=loop.chunking)
-        return replace(op, result=replace(op.result, stream=stream))
+def without_loops(fusion: Fusion, choices: Container[str] = ()) -> Fusion:
+    """Replaces chunk loops by streams, from which `choose_overlap` forms loops again. Ops of a loop over a gathered value get no stream.
+    Removes the `choices`, by name, with their loops and their async transfers."""
 
     def apart(body: Fusion) -> Fusion:
-        loops = body.loop_of
-        return replace(body, body=tuple(streamed(op, loops[op.result.name]) if op.result.name in loops else op for op in body.ops))
+        loops, removed = body.loop_of, {choice.value for choice in body.choices if choice.name in choices}
 
-    return map_functions(fusion, apart) if any(body.loop_of for body in (*fusion.functions, fusion)) else fusion
+        def streamed(op: Op) -> Op:
+            if op.result.name in removed:
+                op = replace(op, result=replace(op.result, is_async=False, transport=""))
+            if (loop := loops.get(op.result.name)) is None:
+                return op
+            given, chunks = op.result.walked, None if loop.drops_dim else int(loop.trips)
+            is_removed = loop.gathered or any(map(loop.makes, removed))
+            return replace(
+                op, result=replace(op.result, stream=None if is_removed else replace(given, chunks=chunks, chunking=loop.chunking))
+            )
+
+        kept = tuple(choice for choice in body.choices if choice.value not in removed)
+        return replace(body, body=tuple(map(streamed, body.ops)), choices=kept)
+
+    return map_functions(fusion, apart) if any(body.loop_of or body.choices for body in (*fusion.functions, fusion)) else fusion
+
+
+def names_of_choices(fusion: Fusion) -> dict[str, str]:
+    """Name of each recorded choice, and of its alternative."""
+    return {choice.name: choice.chosen.name for body in (*fusion.functions, fusion) for choice in body.choices}
 
 
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
@@ -124,7 +138,7 @@ def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
     if on_ranks := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
         why = f"%{on_ranks[0].name} is on {on_ranks[0].type.mesh}, which names ranks by number"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")
-    return map_functions(without_loops(fusion), lambda body: replace(body, mesh=mesh))
+    return map_functions(without_loops(fusion, names_of_choices(fusion)), lambda body: replace(body, mesh=mesh))
 
 
 # --- single-device reference of exported projects --------------------------------------------------------------------
