@@ -61,9 +61,9 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
         names = names_of[id(tensors[name])] if kind == "parameters" else [name]
         count = tensors[name].ndim if kind == "parameters" else dims.get(name)
         if count is not None and len(layout) != count:
-            raise ProgramError(
-                f'plan: "{pattern}" states {len(layout)} dims, but {name} has {count}; write one of "tp" and "-" for each dim'
-            )
+            words = " or ".join(f'"{word}"' for word in (*dict(mesh.axes), "-"))
+            dims_text = f"{len(layout)} dim{'s' * (len(layout) != 1)}"
+            raise ProgramError(f'plan: "{pattern}" states {dims_text}, but {name} has {count}; write {words} for each dim')
         known = getattr(found, kind)
         if (before := known.get(name, layout)) != layout:
             by = f'"{stated[name]}"' if name in stated else "its DTensor"

@@ -73,7 +73,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         {"up": ColwiseParallel(), "up.weight": "-, tp"},
         'plan: up.weight is sharded as "tp, -" by "up" and as "-, tp" by "up.weight"; keep one',
     ),
-    "too few dims": ({"up.weight": "tp"}, 'plan: "up.weight" states 1 dims, but up.weight has 2; write one of "tp" and "-" for each dim'),
+    "too few dims": ({"up.weight": "tp"}, 'plan: "up.weight" states 1 dim, but up.weight has 2; write "tp" or "-" for each dim'),
     "too many dims": ({"up.bias": "tp, -"}, 'plan: "up.bias" states 2 dims, but up.bias has 1'),
     "no such axis": ({"up.weight": "dp, -"}, r"""plan: "up.weight": "dp, -": mesh\(tp=2\) has no axis 'dp'; its axes: tp"""),
     "axis twice": ({"up.weight": "tp, tp"}, 'plan: "up.weight": "tp, tp": the axis tp is named twice; name it once'),

@@ -30,7 +30,7 @@ from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.types.size import Size
 
-_shown: dict[str | tuple[str, type[Warning], int], int] = {}  # By default, Python shows a warning of a line once.
+_shown: dict[str | tuple[str, type[Warning], int], int] = {}  # Python shows a warning of a line once, by default.
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
