@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,8 @@ if TYPE_CHECKING:  # imported on first use, see Program._running
     from hostweave.runtime.graphs import Captured
     from hostweave.runtime.group import Group
     from hostweave.runtime.team import Timing
+
+_VERSION = r"(\d+!)?\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+\w+(\.\w+)*)?"  # PEP 440
 
 
 @checked
@@ -401,13 +404,15 @@ class Program:
         computation. With `wheel="cpu"` or "cuda", the folder is also a Python package for this target. `pip wheel --no-deps` builds a
         wheel of version `version` from the folder. The wheel does not need Hostweave.
 
-        Raises ArgumentError for an unknown `wheel`, and for a folder that cannot be written or has other files with names of the project.
-        Raises ProgramError if the program cannot be exported; the message says why.
+        Raises ArgumentError for an unknown `wheel` or an invalid `version`. Also raises ArgumentError for a folder that cannot be written
+        or has other files with names of the project. Raises ProgramError if the program cannot be exported; the message says why.
 
         Example: `program.export("ag_matmul/")`.
         """
         if wheel not in ("", *NAMES):
             raise ArgumentError(f"{self.name}: export: wheel={wheel!r} is not a target; write one of {', '.join(NAMES)}")
+        if wheel and not re.fullmatch(_VERSION, version):
+            raise ArgumentError(f"{self.name}: export: version={version!r} is not a version of a Python package; write one such as 1.0")
         if self.host.windows:
             why = f"the arrays of {', '.join(self.host.windows)} must be in windows, which only a group in Python can allocate"
             raise ProgramError(f"{self.name}: export: {why}; omit Options(windows=...)")

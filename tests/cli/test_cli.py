@@ -444,6 +444,13 @@ def test_export_to_a_file(capsys: Captured, tmp_path: Path) -> None:
     assert error == f"hostweave: ag_matmul_p2p: export: {tmp_path}/file: File exists; choose a writable folder\n"
 
 
+@pytest.mark.parametrize("version", ["", "1 0", '1"0'])
+def test_export_of_a_wrong_version(capsys: Captured, tmp_path: Path, version: str) -> None:
+    error = mistake_of(capsys, "export", P2P, str(tmp_path / "folder"), "--wheel", version)
+    assert error.startswith(f"ag_matmul_p2p: export: version={version!r} is not a version of a Python package; write one such as 1.0")
+    assert not (tmp_path / "folder").exists()
+
+
 def test_doctor_without_a_compiler(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)

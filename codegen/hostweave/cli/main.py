@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, export_help, program, target)
     export.add_argument("folder", type=Path)
     wheel_help = "also build a wheel of this version (default 0.1.0) for --target in FOLDER/dist; the wheel does not need Hostweave"
-    export.add_argument("--wheel", metavar="VERSION", nargs="?", const="0.1.0", default="", help=wheel_help)
+    export.add_argument("--wheel", metavar="VERSION", nargs="?", const="0.1.0", help=wheel_help)
 
     benchmarks = add("bench", _bench, "Run the benchmarks that this machine can run, and compare with other libraries.", as_json)
     benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run, except 'figures'")
@@ -334,7 +334,7 @@ def _sizes(text: str, option: str = "--sizes") -> dict[str, int]:
 def _export(options: argparse.Namespace) -> None:
     program, settings = _load(options)
     folder: Path = options.folder
-    if options.wheel:
+    if options.wheel is not None:
         hw.compile(program, options=settings).export(folder, wheel=options.target, version=options.wheel)
         return _build_wheel(folder)
     hw.compile(program, options=settings).export(folder)
