@@ -217,6 +217,14 @@ def test_memory_is_in_use_from_allocate_to_deallocate() -> None:
     assert f"memory of rank 0: {4 * mb:,} bytes at most" in str(found)
 
 
+def test_memory_of_a_rank_without_the_output() -> None:
+    mesh = hw.Mesh(x=4)
+    first, second = mesh.ranks([0, 1], x=2), mesh.ranks([2, 3], x=2)
+    fusion = hw.fusion(mesh=mesh, x=hw.f32["M"].on(first))(lambda x: hw.reshard(x * 2, "M", mesh=second))
+    found = hw.compile(fusion, options=hw.Options(machine=H200, check=False)).predict({"M": 1024}).predicted
+    assert found.peak_bytes == 2 * 4 * 1024  # x and x * 2
+
+
 def test_spans() -> None:
     assert without([(0, 10), (20, 30)], [(2, 3), (8, 22), (29, 40)]) == [(0, 2), (3, 8), (22, 29)]
     assert length([(0, 2), (3, 8)]) == 7

@@ -96,6 +96,8 @@ def make_call(program: HostProgram, target: Target, bound: BoundInputs, given: S
     sizes = bind_sizes(program.name, program.mesh, expected, shapes, program.uneven)
     output_shapes = [_shape_of_output(program, parameter, sizes) for parameter in program.results]
     accepted, given_by_name = {**bound.arrays, **new_arrays}, {p.name: array for p, array in zip(bound.unbound, arrays, strict=True)}
+    if not expected:
+        raise ArgumentError(f"{program.name}: run: there are no inputs, and outputs use the library of an input; add an input")
     first = next(iter(new_arrays or bound.arrays))
     _expect_separate(program, {p.memory: accepted[p.memory] for p in program.results if p.memory})
     results = tuple(_result_of(program, p.memory or first, accepted, given_by_name if p.memory else {}) for p in program.results)

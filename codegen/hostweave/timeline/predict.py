@@ -14,6 +14,7 @@ from hostweave.timeline.events import Event, Timeline
 from hostweave.timeline.simulate import SimulatedTask, simulate, tasks_of
 from hostweave.types.machine import GPUS_PER_HOST, Machine
 from hostweave.types.mesh import Sizes
+from hostweave.types.tensor import holds
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
@@ -27,7 +28,9 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
     simulate(ranks)
     network = f" and {machine.network.bandwidth / 1e9:g} GB/s between hosts ({machine.network.source})" if machine.network else ""
     found = timeline_of(program, sizes, f"predicted from the figures of {machine.name}{network}", ranks)
-    return replace(found, memory=tuple(_memory(ranks[0], instances.roots[0])))
+    absent = {p.name for p in (*program.inputs, *program.outputs) if not holds(p.type, program.mesh, 0)}
+    roots = {name: root for name, root in instances.roots[0].items() if name not in absent}
+    return replace(found, memory=tuple(_memory(ranks[0], roots)))
 
 
 def _memory(tasks: list[SimulatedTask], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:

@@ -226,6 +226,12 @@ def test_a_size_that_is_fixed() -> None:
     assert str(error.value) == "fixed: x: dim 0 is 8; it must be 4"
 
 
+def test_a_program_without_inputs() -> None:
+    program = hw.compile(hw.HostProgram.parse("host @f() -> () mesh() {\n}\n"))
+    with pytest.raises(ArgumentError, match="f: run: there are no inputs, and outputs use the library of an input; add an input"):
+        program.run()
+
+
 def test_a_size_that_ranks_cannot_share() -> None:
     x = np.ones((7, 4), BF16)
     with pytest.warns(OverlapWarning, match="2 ranks do not split the size 7 of dim 0 of %x_gathered evenly"):
