@@ -9,12 +9,15 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 from lowered_fusions import GOLDEN, STAGES, golden
 
+import hostweave as hw
 from hostweave.base.paths import EXAMPLES
 from hostweave.build import cache
 from hostweave.cli import main as commands
@@ -244,6 +247,14 @@ def test_inspect_continues_from_ir_text(capsys: Captured, stage: str) -> None:
 
 def test_streams(capsys: Captured) -> None:
     assert "streams(loop[2])" in output_of(capsys, "inspect", P2P, "--streams", "2", "--after", "lower_to_host")
+
+
+def test_inspect_shows_the_choices_of_a_search(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched(program: Any, options: hw.Options) -> Any:
+        return SimpleNamespace(compiled=SimpleNamespace(options=replace(options, streams=2)))
+
+    monkeypatch.setattr(hw, "compile", searched)
+    assert "streams(loop[2])" in output_of(capsys, "inspect", P2P, "--overlap", "search", "--after", "lower_to_host")
 
 
 def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Path) -> None:

@@ -218,6 +218,8 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _inspect(options: argparse.Namespace) -> None:
     program, settings = _load(options)
+    if settings.overlap == "search":
+        settings = hw.compile(program, options=replace(settings, check=False)).compiled.options  # has the choices of the search
     seen: list[tuple[str, Fusion | HostProgram]] = []
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
     texts = [(name, str(stage)) for name, stage in seen]
