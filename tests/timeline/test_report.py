@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,8 @@ def test_a_notebook_shows_the_picture(report: Report) -> None:
 def test_nothing_was_measured(report: Report) -> None:
     with pytest.raises(ArgumentError, match="nothing was measured; pass arrays"):
         _ = report.error
+    nothing = replace(report.predicted, events=())
+    assert "predicted / measured: 1" in str(Report(nothing, nothing))
 
 
 def test_ticks_are_few_and_round() -> None:

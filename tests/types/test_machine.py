@@ -12,7 +12,8 @@ from hostweave.types.machine import H100, H200, Machine, shipped
 
 def test_machine_as_json() -> None:
     assert Machine.from_json(H200.to_json(), "here") == H200
-    for wrong in ("", "[]", "{}", H200.to_json().replace("put", "pot"), H200.to_json().replace('"flops": 8', '"flops": -8')):
+    changes = ("put", "pot"), ('"flops": 8', '"flops": -8'), ('"ranks": 2', '"ranks": "two"'), ("9.5e-06", "null"), ("1048576", "16384")
+    for wrong in ("", "[]", "{}", *(H200.to_json().replace(*change) for change in (*changes, ("850000000000000.0", "NaN")))):
         with pytest.raises(
             ProgramError, match=r"h200.json: contains no valid figures of a machine .*; remove it, and run hostweave calibrate"
         ):

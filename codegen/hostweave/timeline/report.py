@@ -55,10 +55,11 @@ class Report:
 
     @property
     def error(self) -> float:
-        """Error of the prediction as a fraction of the measured time of the call. Raises ArgumentError if nothing was measured."""
+        """Error of the prediction as a fraction of the measured time of the call. 0 if the measured time is 0. Raises ArgumentError if
+        nothing was measured."""
         if self.measured is None:
             raise ArgumentError(f"{self.predicted.program}: nothing was measured; pass arrays to timeline(...)")
-        return self.predicted.micros / self.measured.micros - 1
+        return self.predicted.micros / self.measured.micros - 1 if self.measured.micros else 0.0
 
     @cached_property
     def differences(self) -> tuple[Comparison, ...]:

@@ -136,11 +136,16 @@ class Machine:
         try:
             facts: dict[str, Any] = json.loads(text)
             network = Network(**facts.pop("network")) if facts.get("network") else None
-            links = tuple(Link(link["by"], link["ranks"], tuple((x, y) for x, y in link["points"])) for link in facts.pop("links"))
+            links = tuple(
+                Link(link["by"], int(link["ranks"]), tuple((float(x), float(y)) for x, y in link["points"])) for link in facts.pop("links")
+            )
             machine = Machine(**{**facts, "links": links, "network": network})
             if {link.by for link in links} != set(LINKS) or not all(link.points for link in links):
                 raise ValueError(f"the links are not {', '.join(LINKS)}")
-            if min(machine.multiprocessors, machine.flops, machine.memory, machine.warp, machine.access_bytes) <= 0:
+            if any(a >= b for link in links for (a, _), (b, _) in pairwise(link.points)):
+                raise ValueError("the bytes of a link do not increase")
+            figures = machine.multiprocessors, machine.flops, machine.memory, machine.warp, machine.access_bytes
+            if not all(figure > 0 for figure in figures):
                 raise ValueError("a figure is not above 0")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             why = f"contains no valid figures of a machine ({error})"
