@@ -108,7 +108,8 @@ class Compiled:
     def on_ranks(self, ranks: int | Mapping[str, int] | None, figures: Machine) -> Compiled:
         """Compiles the same program for other sizes of mesh axes, without a check. An int is the size of the mesh's only axis. Without
         `ranks`, returns this program, unless the ranks of `figures` cannot access each other's memory as this program does."""
-        if ranks is None and not (self.reaches_memory and figures.hosts_of(self.host.mesh.all_ranks) > 1):
+        changes = isinstance(self.given, Fusion) and self.reaches_memory and figures.hosts_of(self.host.mesh.all_ranks) > 1
+        if ranks is None and not changes:
             return self
         if not isinstance(self.given, Fusion):
             raise ProgramError(f"{self.host.name}: was compiled from host IR, which is only for {self.host.mesh}; omit ranks=")
@@ -116,7 +117,7 @@ class Compiled:
         if ranks is not None:
             given, choices = on_mesh(given, given.mesh.with_sizes(ranks)), self.stated_sequential
         options = replace(self.options, check=False, choices=choices, windows=(), machine=figures)
-        return compiled(given, self.target.name, options, f"on {given.mesh}")
+        return compiled(given, self.target.name, options, "for a prediction")
 
     def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
         """Report of the timelines, of the fusion as a graph, and of the changes that each pass made."""

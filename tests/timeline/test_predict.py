@@ -382,8 +382,13 @@ def test_nothing_is_put_to_another_host() -> None:
     own = hw.compile(product(8, ("M@x", "N")), options=hw.Options(check=False, machine=SMALL_HOSTS, sizes=sizes))
     assert "only two-sided transport: the ranks are on several hosts" in own.explain()
     stated = hw.compile(product(8, ("M", "N"), True, chunks=8, algorithm="put"), options=hw.Options(check=False, machine=H200))
-    with pytest.raises(ProgramError, match="predict: ranks 0 and 7 are on different hosts, between which nothing can be put"):
+    with pytest.raises(ProgramError, match="predict: ranks 0 and 7 are on different hosts, and cannot access each other's memory"):
         stated.predict(sizes, machine=SMALL_HOSTS)
+    doubled = hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M", "K@x"])(lambda x: 2 * hw.sum(x, 1))
+    small = hw.compile(doubled, options=hw.Options(check=False, machine=H200))
+    assert any(kernel.exchanges for kernel in small.host.kernels)
+    with pytest.raises(ProgramError, match="predict: ranks 0 and 7 are on different hosts"):
+        hw.compile(small.host, options=hw.Options(check=False)).predict({"M": 8, "K": 8}, machine=SMALL_HOSTS)
 
 
 def test_choices_depend_on_the_network() -> None:

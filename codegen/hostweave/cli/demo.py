@@ -36,7 +36,7 @@ def demo(name: str, ranks: int, target: str | None) -> int:
         raise HostweaveError(f"demo: {why}")
     chosen_target = find_target(target) if target else max(usable, key=lambda found: found.demo_size)
     program = hw.compile(fusion, target=chosen_target.name)
-    print(f"{name} on {ranks} ranks, target {chosen_target.name}")
+    print(f"{name} on {ranks} rank{'s' * (ranks != 1)}, target {chosen_target.name}")
     started = time.perf_counter()
     print("compiling ...", end=" ", flush=True)
     program.build()

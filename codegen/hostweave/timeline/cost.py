@@ -163,8 +163,16 @@ def _seconds_between(operation: Operation, peers: Iterable[int | None], size: fl
     return between(machine, size, machine.hosts_of({operation.rank, *(peer for peer in peers if peer is not None)}))
 
 
+def _expect_one_host(operation: Operation, machine: Machine) -> None:
+    """Raises ProgramError if an operation accesses the memory of a rank on another host."""
+    if machine.hosts_of(ranks := operation.process_group) > 1:
+        why = f"ranks {ranks[0]} and {ranks[-1]} are on different hosts, and cannot access each other's memory"
+        raise ProgramError(f'predict: {why}; choose another algorithm, or transport="{DEFAULT}"', operation.instruction.location)
+
+
 def _in_kernel(operation: Operation, machine: Machine) -> Work:
     """Work of a kernel that exchanges terms or blocks with the kernels of other ranks."""
+    _expect_one_host(operation, machine)
     kind, ranks = operation.instruction.kind, len(operation.process_group)  # type: ignore[attr-defined]
     block = _bytes(operation.accesses[0]) // (ranks if OPS[kind].reduces_to_blocks else 1)
     seconds = machine.launch + in_kernel(kind, ranks, block) + _bytes_moved(operation) / machine.memory
@@ -193,9 +201,7 @@ def _pair(operation: Operation, machine: Machine) -> Work:
 
 
 def _one_sided(operation: Operation, machine: Machine) -> Work:
-    if machine.hosts_of(operation.process_group) > 1:
-        why = f"ranks {operation.rank} and {operation.peer} are on different hosts, between which nothing can be put"
-        raise ProgramError(f'predict: {why}; choose another algorithm, or transport="{DEFAULT}"', operation.instruction.location)
+    _expect_one_host(operation, machine)
     size, is_read = max(_bytes(access) for access in operation.accesses), operation.instruction.posts == "get"
     link = machine.link("get" if is_read else "put", len(operation.process_group))
     return Work(link.seconds(size), "copies", sent=0 if is_read else size)
