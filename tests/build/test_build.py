@@ -449,3 +449,8 @@ def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
     (tmp_path / "loader.cpp").write_text(text.replace('#include "hostweave/jit.h"', header))
     subprocess.run(["c++", "-c", "loader.cpp"], cwd=tmp_path, check=True)
     assert code in (tmp_path / "loader.o").read_bytes()
+
+
+def test_a_compiler_that_fails_without_output(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="the compiler failed: it printed nothing"):
+        make.run_together({"a.o": ["false"]}, tmp_path)

@@ -100,7 +100,7 @@ def run_together(commands: Mapping[str, list[str]], folder: Path) -> None:
         results = list(pool.map(in_current_context(run_one), commands))
     with open(folder / "build.log", "a") as log:
         log.writelines(f"$ {' '.join(command)}\n{output}" for command, (_, output) in zip(commands.values(), results, strict=True))
-    if failed := next((output for status, output in results if status != 0), None):
+    if (failed := next((output for status, output in results if status != 0), None)) is not None:
         raise BuildError(f"the compiler failed: {_first_error(failed)}")
 
 
