@@ -84,7 +84,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
         "plan: up: PrepareModuleOutput is not supported; use ColwiseParallel, ",
     ),
     "dims of a result": ({"act": "-, -, tp"}, "plan: act returns 2 dims, but 3 dims are stated; write an axis or - for each dim"),
-    "input": ({"x": "-"}, 'plan: "x" states 1 dims, but x has 2'),
+    "input": ({"x": "-"}, 'plan: "x" states 1 dim, but x has 2'),
 }
 
 
