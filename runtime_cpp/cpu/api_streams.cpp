@@ -35,7 +35,7 @@ cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t handle, bool peers_allowed
   return machine.failed() ? cuda_stopped() : cudaSuccess;
 }
 
-cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const char* what) {
+cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const std::string& what) {
   Machine& machine = Machine::get();
   const auto all_done = [&] { return std::ranges::all_of(ops, [](const OpPtr& op) { return op->done; }); };
   if (!machine.wait(lock, what, all_done)) return cuda_stopped();
@@ -178,6 +178,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   Call call;
   Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaStreamDestroy");
+  if (const auto illegal = forbidden_in_capture("cudaStreamDestroy", *stream)) return *illegal;
   Machine::get().destroy_stream(stream);
   return cudaSuccess;
 }
@@ -230,6 +231,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned flags) {
   if (flags & ~static_cast<unsigned>(cudaEventRecordExternal)) return cuda_not_supported("cudaEventRecord with these flags");
   Call call;
+  if (Machine::get().failed()) return cuda_stopped();  // The record would never end, and a later wait would hang.
   Event* const event = known(handle);
   if (!event) return no_such("an event", "cudaEventRecord");
   Stream* const on = Machine::get().find_stream(stream);

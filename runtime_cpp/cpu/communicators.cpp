@@ -102,8 +102,7 @@ ncclResult_t check_usable(const std::string& call, ncclComm_t comm) {
 }
 
 void wait_for_ops(Lock& lock, ncclComm_t comm) {
-  const auto all_done = [ops = comm->ops] { return std::ranges::all_of(ops, [](const OpPtr& op) { return op->done; }); };
-  Machine::get().wait(lock, std::string("the ops of ") + comm->process_group->name, all_done);
+  wait_for(lock, {comm->ops.begin(), comm->ops.end()}, std::string("the ops of ") + comm->process_group->name);
 }
 
 ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group) {

@@ -11,7 +11,6 @@ extern "C" {
 
 int hw_cpu_configure(const hw_cpu_config* config) {
   const Lock lock(Machine::get().mutex);
-  Machine::get().barrier = {};
   const char* const wrong = Machine::get().configure(*config);
   if (wrong) error(cudaErrorInvalidValue, std::string("hw_cpu_configure: ") + wrong);
   return wrong != nullptr;

@@ -43,6 +43,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   const auto is_queued = [](const auto& entry) { return !entry.second->queue.empty(); };
   if (running_ != 0 || std::ranges::any_of(streams_, is_queued)) return "work is still queued; synchronise first";
   stop_workers();
+  barrier = {};
   config = wanted;
   picker.emplace(config.seed, config.picker);
   const auto by_seed = [&](int setting, bool parallel, int bit) {

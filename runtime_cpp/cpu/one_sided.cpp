@@ -75,10 +75,11 @@ using Make = std::function<OpPtr(bool in_graph)>;
 // counts of signals differ.
 ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Make& make, bool in_graph = false) {
   Stream* const stream = Machine::get().find_stream(handle);
+  if (!stream) return error(ncclInvalidArgument, cudaGetErrorString(no_such_stream(handle, "a one-sided call")));
   const auto again = [comm, make, in_graph = comm->in_graphs](Lock& lock, Stream& on) {
     return static_cast<int>(enqueue(lock, comm, reinterpret_cast<cudaStream_t>(&on), make, true));
   };
-  if (const auto added = stream && stream->capture ? add_node(*stream, again) : std::nullopt)
+  if (const auto added = stream->capture ? add_node(*stream, again) : std::nullopt)
     return *added == cudaSuccess ? ncclSuccess : error(ncclUnhandledCudaError, last_error_text());
   OpPtr op = make(in_graph);
   op->name.process_group = comm->process_group->name;

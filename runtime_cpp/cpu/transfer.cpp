@@ -48,7 +48,8 @@ void reduce_as(ncclRedOp_t reduction, const Inputs& inputs, const Outputs& outpu
     case ncclSum:
       return reduce(sum, same);
     case ncclAvg:
-      return reduce(sum, [ranks = static_cast<A>(inputs.size())](A a) { return static_cast<A>(a / ranks); });
+      return reduce(
+          sum, [ranks = static_cast<decltype(A{} + std::int64_t{})>(inputs.size())](A a) { return static_cast<A>(a / ranks); });
     case ncclProd:
       return reduce([](A a, A b) { return static_cast<A>(static_cast<Wrapping>(a) * static_cast<Wrapping>(b)); }, same);
     // ncclMax and ncclMin propagate NaN.

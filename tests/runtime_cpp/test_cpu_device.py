@@ -45,7 +45,7 @@ class Device:
 
 
 RANKS = (1, 2, 3, 4, 8)
-SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_ranks", "test_plans", "test_straighten")
+SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_ranks", "test_plans", "test_straighten", "test_failures")
 
 
 def suites_command(device: Device) -> list[str | Path]:

@@ -94,9 +94,11 @@ struct ProcessGroup {
   // True if the process group would remain usable after a failure at this moment.
   bool in_step() const {
     if (shared) return shared->pending == 0;
+    const auto equal = [](const auto& counts) {
+      return std::ranges::adjacent_find(counts, std::not_equal_to<>()) == counts.end();
+    };
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
-    return arrived == size() && std::adjacent_find(issued.begin(), issued.end(), std::not_equal_to<>()) == issued.end() &&
-           std::all_of(channels.begin(), channels.end(), met) &&
+    return arrived == size() && equal(issued) && equal(registered) && std::all_of(channels.begin(), channels.end(), met) &&
            std::all_of(signals.begin(), signals.end(), [](const auto& entry) { return entry.second->settled(); });
   }
 

@@ -277,7 +277,7 @@ cudaError_t no_such_stream(cudaStream_t stream, const char* call);
 // Enqueues an op that accesses memory of the stream's device, and of peers if allowed.
 cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t stream, bool peers_allowed = false);
 // Blocks the host until these ops are done.
-cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const char* what);
+cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const std::string& what);
 cudaError_t wait_for_device(Lock& lock, int device);
 // Allocates memory for windows on this thread's device. If ranks are processes, other processes can map the memory.
 cudaError_t allocate_for_windows(void** pointer, std::size_t bytes);
