@@ -31,7 +31,8 @@ void Machine::hand_turn(HostThread* thread) {
 
 std::chrono::steady_clock::time_point Machine::deadline() const {
   using Clock = std::chrono::steady_clock;
-  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
+  const double seconds = std::min(config.timeout_seconds, 1e8);  // Longer times exceed the range of clocks.
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
 // Waits for the turn. The wait has a timeout, because the thread with the turn may be blocked outside the device.

@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from hostweave.base.errors import ArgumentError
+from hostweave.base.signatures import checked
 
 PICKERS = ("mixed", "uniform", "pct", "hosts")  # in the order of the enum hw_cpu_picker
 
@@ -36,6 +37,7 @@ def schedule() -> CpuSchedule:
     return _schedule.get()
 
 
+@checked
 def seeded(
     seed: int,
     picker: str = "mixed",
@@ -53,24 +55,30 @@ def seeded(
     With `ordered_launches`, operations of a communicator run in the order in which they were enqueued, even on different streams. With
     `buffered_sends`, a send may complete before its recv starts. If one of these two settings is None, the seed decides.
     `check_dependencies`, on by default, reports conflicting accesses that the program does not order, even if the accesses do not collide
-    in this run. Raises ArgumentError for an unknown picker.
+    in this run. Raises ArgumentError for an invalid argument.
 
     Example: `with cpu.seeded(7): y = program.run(x, w)`.
     """
+    if seed not in range(1 << 64):
+        raise ArgumentError(f"seeded: seed={seed!r} is not an int from 0 to 2**64 - 1; pass such an int")
     if picker not in PICKERS:
         raise ArgumentError(f"seeded: there is no picker {picker!r}; the pickers are {', '.join(PICKERS)}")
     flags = (-1 if flag is None else int(flag) for flag in (ordered_launches, buffered_sends, check_dependencies))
     return _use_schedule(CpuSchedule(True, seed, PICKERS.index(picker), *flags))
 
 
+@checked
 def parallel(
     *, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0
 ) -> AbstractContextManager[None]:
     """Runs all ready operations of the CPU target in parallel. This schedule is the default.
 
     `check_dependencies` and `buffered_sends` are as in `seeded`, but off by default. If no rank makes progress for `timeout_seconds`, `run`
-    and similar calls raise an error with a report. On the CUDA target, `timeout_seconds` limits the time per call instead.
+    and similar calls raise an error with a report. On the CUDA target, `timeout_seconds` limits the time per call instead. Raises
+    ArgumentError if `timeout_seconds` is not a positive number.
     """
+    if not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
+        raise ArgumentError(f"parallel: timeout_seconds={timeout_seconds!r} is not a positive number; pass a number of seconds such as 60")
     return _use_schedule(
         CpuSchedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds)
     )

@@ -1,6 +1,7 @@
 """Calls of a program: results on every rank, calls in flight, threads, failures and Ctrl-C."""
 
 import gc
+import math
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -139,9 +141,25 @@ def test_schedules_nest_and_end() -> None:
             assert (schedule().seeded, schedule().timeout_seconds) == (False, 5)
         assert schedule().seeded
     assert not schedule().seeded
-    with pytest.raises(ArgumentError) as error, seeded(0, "best"):
-        pass
-    assert str(error.value) == "seeded: there is no picker 'best'; the pickers are mixed, uniform, pct, hosts"
+
+
+@pytest.mark.parametrize(
+    ("schedule_of", "message"),
+    [
+        (lambda: seeded(0, "best"), "seeded: there is no picker 'best'; the pickers are mixed, uniform, pct, hosts"),
+        (lambda: seeded(-1), "seeded: seed=-1 is not an int from 0 to 2**64 - 1; pass such an int"),
+        (lambda: parallel(timeout_seconds=math.nan), "parallel: timeout_seconds=nan is not a positive number; pass a number of seconds"),
+        (lambda: parallel(buffered_sends="no"), "buffered_sends='no' is not a bool"),
+    ],
+)
+def test_invalid_schedules(schedule_of: Callable[[], object], message: str) -> None:
+    with pytest.raises(HostweaveError, match=re.escape(message)):
+        schedule_of()
+
+
+def test_endless_timeout() -> None:
+    with parallel(timeout_seconds=math.inf):
+        assert works()
 
 
 def test_measure() -> None:
