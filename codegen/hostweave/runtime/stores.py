@@ -229,6 +229,7 @@ class TcpStore:
         """Makes the server set `key` to `value` if this process ends without `close`, unless the key then has a value."""
         if self.will_connection is None:
             self.will_connection = self._connect(self.address, self.answer_timeout)
+            os.register_at_fork(after_in_child=self.will_connection.close)  # otherwise a forked child would hide the end of this process
         _send_and_receive(self.will_connection, _WILL, key, value, 0, self.answer_timeout)
 
     def close(self) -> None:

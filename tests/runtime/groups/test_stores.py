@@ -197,6 +197,20 @@ store.close()
         tcp_store.get("will of two", 0.3)
 
 
+def test_a_death_is_noticed_while_a_forked_child_lives(server: TcpServer, tcp_store: TcpStore) -> None:
+    script = f"""
+import os
+from hostweave.runtime.stores import TcpStore
+store = TcpStore([("127.0.0.1", {server.port})], "job", 5)
+store.on_disconnect("will", b"died")
+if os.fork():
+    os.kill(os.getpid(), 9)
+os.read(0, 1)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE):  # the child ends when its stdin is closed
+        assert tcp_store.get("will", 10) == b"died"
+
+
 @pytest.mark.parametrize("timeout", [100.0, float("inf")])
 def test_the_server_removes_a_client_that_dies_while_it_waits(server: TcpServer, tcp_store: TcpStore, timeout: float) -> None:
     script = f"""
