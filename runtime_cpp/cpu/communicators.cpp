@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <random>
@@ -128,7 +129,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     std::random_device random;
     content.number = std::uint64_t{random()} << 32 | random();
     content.file.file = SharedGroup::make(content.number);
-    if (content.file.file < 0) return error(ncclSystemError, "ncclGetUniqueId: cannot create a shared file; are too many open?");
+    if (content.file.file < 0)
+      return error(ncclSystemError, std::string("ncclGetUniqueId: processes cannot share memory: ") + std::strerror(errno));
     Machine::get().files_in_the_making.insert(content.file.file);
   }
   std::memset(id, 0, sizeof *id);

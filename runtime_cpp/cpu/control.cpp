@@ -32,6 +32,7 @@ int hw_cpu_detach(void) {
   Machine& machine = Machine::get();
   Lock lock(machine.mutex);
   if (this_thread().attached) machine.detach(lock);
+  if (machine.failed()) machine.wait_for_running_work(lock);  // The caller may free memory that this work uses.
   return machine.failed() ? 1 : 0;
 }
 

@@ -102,7 +102,7 @@ void give_after(Op& op, ncclComm_t comm, int peer, int number, bool in_graph, st
     return;
   }
   op.work = across_processes(comm->process_group->shared, [=](SharedGroup& shared) {
-    if (in_graph) shared.await_signals(peer, number + kTaken, before);
+    if (in_graph && !shared.await_signals(peer, number + kTaken, before)) return;
     if (work) work();
     shared.give_signal(peer, number + (in_graph ? kInGraphs : 0));
   });
@@ -116,7 +116,7 @@ void await_across_processes(Op& op, const ncclComm& comm, const std::vector<nccl
   op.work = across_processes(comm.process_group->shared, [awaited, turns, in_graph](SharedGroup& shared) {
     for (std::size_t i = 0; i < turns.size(); ++i) {
       const auto& [count, peer, number, context] = awaited[i];
-      shared.await_signals(peer, number + (in_graph ? kInGraphs : 0), turns[i]);
+      if (!shared.await_signals(peer, number + (in_graph ? kInGraphs : 0), turns[i])) return;
       if (in_graph) shared.give_signal(peer, number + kTaken);
     }
   });

@@ -1,4 +1,7 @@
 // Calls after a failure or an invalid call, and other rare states of the device.
+#include <sys/resource.h>
+
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -37,6 +40,23 @@ TEST(a_window_that_some_ranks_registered_stops_the_communicator) {
   EXPECT_IN("the communicator was stopped by an earlier failure", register_on({0, 1}));
   configure(config_of(HW_CPU_PARALLEL, 2));
   for (const ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
+}
+
+TEST(a_rank_of_a_failed_run_leaves_when_its_work_has_ended) {
+  static std::atomic<bool> runs = false;
+  configure(config_of(HW_CPU_PARALLEL, 2));
+  run_ranks(2, [](int r) {
+    const auto work = [](void*) {
+      runs = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      runs = false;
+    };
+    if (r == 1) OK(hw_cpu_launch("long", nullptr, work, nullptr, 0, nullptr, 0));
+    while (r == 0 && !runs) std::this_thread::yield();
+    if (r == 0) throw Failure("a test");
+    cudaDeviceSynchronize();
+  });
+  EXPECT(!runs);
 }
 
 TEST(a_failed_record_leaves_the_event_usable) {
@@ -87,6 +107,56 @@ TEST(the_end_of_a_communicator_orders_its_work_before_later_work) {
     }
     OK(cudaDeviceSynchronize());
   });
+}
+
+TEST(a_put_that_waits_during_a_failure_moves_nothing) {
+  hw_cpu_config config = config_of(HW_CPU_PARALLEL, 1);
+  config.processes = 1;
+  configure(config);
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  const Comm comm(id, 1, 0);
+  const Stream stream;
+  void* memory = nullptr;
+  OK(ncclMemAlloc(&memory, 2));
+  auto* const bytes = static_cast<std::atomic<char>*>(memory);
+  ncclWindow_t window;
+  OK(ncclCommWindowRegister(comm, memory, 2, &window, NCCL_WIN_COLL_SYMMETRIC));
+  OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  OK(ncclPutSignal(bytes, 1, ncclInt8, 0, window, 1, 0, 0, 0, comm, stream));
+  cudaGraph_t graph;
+  OK(cudaStreamEndCapture(stream, &graph));
+  cudaGraphExec_t put;
+  OK(cudaGraphInstantiateWithFlags(&put, graph, 0));
+  bytes[0] = 1;
+  OK(cudaGraphLaunch(put, stream));
+  OK(cudaStreamSynchronize(stream));
+  bytes[0] = 2;
+  OK(cudaGraphLaunch(put, stream));  // The put waits, because nothing has consumed its last signal.
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  hw_cpu_abort("a test");
+  hw_cpu_detach();
+  const char put_last = bytes[1];
+  OK(cudaGraphExecDestroy(put));
+  OK(cudaGraphDestroy(graph));
+  OK(ncclCommWindowDeregister(comm, window));
+  OK(ncclMemFree(memory));
+  EXPECT(put_last == 1);
+}
+
+TEST(the_reason_why_processes_cannot_share_memory) {
+  hw_cpu_config config = config_of(HW_CPU_PARALLEL, 1);
+  config.processes = 1;
+  configure(config);
+  rlimit files;
+  getrlimit(RLIMIT_NOFILE, &files);
+  const rlimit none{0, files.rlim_max};
+  setrlimit(RLIMIT_NOFILE, &none);
+  ncclUniqueId id;
+  const ncclResult_t result = ncclGetUniqueId(&id);
+  setrlimit(RLIMIT_NOFILE, &files);
+  EXPECT(result == ncclSystemError);
+  EXPECT_IN("processes cannot share memory: Too many open files", ncclGetLastError(nullptr));
 }
 
 TEST(averages_of_bytes_of_many_ranks) {

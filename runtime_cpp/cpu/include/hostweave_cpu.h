@@ -47,7 +47,7 @@ int hw_cpu_configure(const hw_cpu_config* config);
 // thread must not wait for another rank by means that the device cannot see, such as a mutex, std::barrier or join. Use
 // hw_cpu_barrier or hw_cpu_pause instead. In parallel mode, a deadlock of attached threads is reported at once; other deadlocks
 // are reported after the timeout. A thread may use the device without attaching; in seeded mode, only while no thread is
-// attached.
+// attached. After a failure, hw_cpu_detach waits for ops that still run.
 int hw_cpu_attach(int rank);
 int hw_cpu_detach(void);
 // Barrier of `participants` threads.
