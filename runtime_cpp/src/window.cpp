@@ -138,11 +138,16 @@ struct WindowArena::Windows {
     return std::ranges::all_of(channels_, [](const Channel* channel) { return channel->peers() != nullptr; });
   }
 
-  // True if an abort may have left a stream that waits for a peer forever. Memory cannot be freed then.
+  // True if an abort may have left a stream that waits for a peer forever. Memory cannot be freed then. On the CPU device, no
+  // stream waits after an abort. While an abort waits for running work, cudaDeviceSynchronize fails there.
   bool is_aborted() const {
+#ifdef HOSTWEAVE_CPU_DEVICE
+    return false;
+#else
     return std::ranges::any_of(users_, [](const auto& users) { return users->aborted.load(); }) ||
            std::ranges::any_of(channels_,
                                [](const Channel* channel) { return channel->peers() && channel->peers()->is_stuck(); });
+#endif
   }
 
   std::vector<const Channel*> channels_;             // only channels whose process group contains this rank

@@ -38,12 +38,13 @@ GroupMemory::GroupMemory(Member& member, size_t bytes) : GroupMemory(member) {  
 GroupMemory::~GroupMemory() {
   if (!data_) return;
   try {
-    const Member::Use use(member_);
+    const Member::Use use(member_, true);
+    if (channel_.peers()->is_stuck()) return;
     member_.rank().unshare(static_cast<char*>(data_));
     HW_CHECK(cudaDeviceSynchronize());
     release_window(data_, {registered_});
   } catch (const std::exception&) {
-    // A destructor must not throw. The memory stays allocated if the group or the device has failed.
+    // A destructor must not throw. The memory stays allocated if the device has failed.
   }
 }
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,13 @@ class Device:
     def live(self) -> dict[str, int]:
         return {name: count for name, count in counted().items() if name.startswith("live_")}
 
+    def live_after_freeing(self, expected: dict[str, int]) -> dict[str, int]:
+        gc.collect()
+        deadline = time.monotonic() + 20
+        while (live := self.live()) != expected and time.monotonic() < deadline:
+            time.sleep(0.01)  # Another thread frees resources as soon as nothing uses them.
+        return live
+
     def fail(self, call: str, nth: int) -> None:
         self.library.hw_cpu_fail_call(call.encode(), nth)
 
@@ -93,13 +101,29 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         program.close()
         team.teams.clear()
         del program
-        gc.collect()
-        deadline = time.monotonic() + 20
-        while (after := device.live()) != before and time.monotonic() < deadline:
-            time.sleep(0.01)  # Another thread frees resources as soon as nothing uses them.
-        assert after == before, nth
+        assert device.live_after_freeing(before) == before, nth
     assert nth > 1
     assert time.monotonic() - started < 100  # The time limit of the device for a missing rank is 120 seconds.
+
+
+@pytest.mark.parametrize("transport", ["two_sided", "peer", "one_sided"])
+def test_memory_is_freed_after_a_failure_of_a_group(transport: str, device: Device) -> None:
+    before, program = device.live(), hw.compile(product, options=hw.Options(transport=transport))
+    provider = hw.Threads(RANKS)
+
+    def rank(rank: int) -> None:
+        with closing(hw.init(provider)) as group:
+            x = group.empty((4, 3), hw.f32)
+            x[:] = X[4 * rank : 4 * rank + 4]
+            np.testing.assert_array_equal(program(x, W), X @ W)
+            if rank:
+                raise RuntimeError("a test")
+            program(x, W)
+
+    with pytest.raises((RuntimeError, ExecutionError), match=r"a test|has left"):
+        provider.run(rank)
+    program.close()
+    assert device.live_after_freeing(before) == before
 
 
 ADOPTS_WHILE_ANOTHER_RUNS = f"""
