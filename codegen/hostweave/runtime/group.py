@@ -215,7 +215,8 @@ class Group(FallibleGroup):
         given = [json.loads(signature.bound) for signature in signatures]
         ranks = [rank for _, rank in sorted((order, rank) for rank, (chosen, order) in enumerate(given) if chosen == color)]
         name, provider = f"{self.name}/{self._splits}/{color}", self._provider
-        own_provider = provider.split(name, ranks) if isinstance(provider, Threads) else SplitProvider(provider, self.rank, ranks)
+        unique_name = f"{name} {self._world}"  # a later group of the same name may have other splits
+        own_provider = provider.split(unique_name, ranks) if isinstance(provider, Threads) else SplitProvider(provider, self.rank, ranks)
         created = Group(own_provider, name, ranks.index(self.rank), len(ranks), self.timeout, self.call_timeout, self._device)
         created.local_rank = self.local_rank
         self._subgroups.append(created)

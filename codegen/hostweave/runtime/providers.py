@@ -72,7 +72,7 @@ class Threads:
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
         self.tables: dict[str, ThreadTable] = {}  # epoch of a group -> shared state of the group
-        self.splits: dict[str, Threads] = {}  # providers of split groups, by name
+        self.splits: dict[str, Threads] = {}  # providers of split groups, by the key of `split`
         self.lock = threading.Lock()
         self._store = MemoryStore()
 
@@ -93,13 +93,13 @@ class Threads:
         with self.lock:
             return self.tables.setdefault(epoch, ThreadTable(self.threads))
 
-    def split(self, name: str, ranks: Sequence[int]) -> Threads:
-        """Returns a provider for `ranks`, in this order. All these ranks get the same provider."""
+    def split(self, key: str, ranks: Sequence[int]) -> Threads:
+        """Returns a provider for `ranks`, in this order. All these ranks pass the same key, and get the same provider."""
         with self.lock:
-            if name not in self.splits:
-                self.splits[name] = Threads(len(ranks))
-                self.splits[name].threads[:] = [self.threads[rank] for rank in ranks]
-            return self.splits[name]
+            if key not in self.splits:
+                self.splits[key] = Threads(len(ranks))
+                self.splits[key].threads[:] = [self.threads[rank] for rank in ranks]
+            return self.splits[key]
 
     def fail(self, reason: str) -> None:
         """Raises an error in every rank that waits for other ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -76,6 +77,19 @@ def test_a_part_fails_by_itself() -> None:
 
     failures = provider.run(rank)
     assert [bool(failure) for failure in failures] == [True, True, False, False]
+
+
+def test_a_new_group_splits_differently() -> None:
+    provider = hw.Threads(RANKS)
+
+    def rank(rank: int) -> Any:
+        with contextlib.closing(hw.init(provider)) as group:
+            group.split(rank % 2)
+        part = hw.init(provider).split(0)
+        return ALL(X[rank : rank + 1], group=part)
+
+    for result in provider.run(rank):
+        np.testing.assert_array_equal(result, X + 1)
 
 
 def test_mistakes() -> None:
