@@ -64,7 +64,7 @@ thread_local std::optional<std::vector<hw_cpu_range>>* told = nullptr;
 
 void index_out_of_range(bool negative, uint64_t index, int64_t n) {
   const std::string text = negative ? std::to_string(static_cast<int64_t>(index)) : std::to_string(index);
-  throw std::out_of_range("index " + text + " is out of range: it goes from 0 to " + std::to_string(n - 1));
+  throw std::out_of_range("index " + text + " is out of range for a dim of " + std::to_string(n) + " elements");
 }
 
 bool tell(Accesses accesses) {

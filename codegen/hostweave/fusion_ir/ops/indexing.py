@@ -40,7 +40,7 @@ def _index(types: Types, op: Op) -> TensorType:
 def _checked(np: Any, ids: Any, rows: Any) -> Any:
     wrong = (ids < 0) | (ids >= len(rows))
     if wrong.any():
-        raise IndexError(f"index {ids[wrong].flat[0]} is out of range: it goes from 0 to {len(rows) - 1}")
+        raise IndexError(f"index {ids[wrong].flat[0]} is out of range for a dim of {len(rows)} elements")
     return ids.astype(np.int64)
 
 
