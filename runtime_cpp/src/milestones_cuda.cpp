@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "hostweave/check.h"
+#include "hostweave/device_memory.h"
 #include "hostweave/launch.h"
 #include "hostweave/milestones.h"
 #include "hostweave/streams.h"
@@ -28,19 +29,17 @@ constexpr int kFirstWord = 1 << 30;  // milestones from this number on are words
 struct Words {
   Words() {
     HW_CHECK(load(count_up));
-    HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&counts), kWords * sizeof *counts));
+    counts = static_cast<uint64_t*>(memory.reserve(kWords * sizeof *counts));
     HW_CHECK(cudaMemset(counts, 0, kWords * sizeof *counts));
     HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&shown), kWords * sizeof *shown));
     std::fill_n(shown, kWords, 0);
   }
-  ~Words() {
-    cudaFreeHost(shown);
-    cudaFree(counts);
-  }
+  ~Words() { cudaFreeHost(shown); }
   Words(const Words&) = delete;
 
   uint64_t count(int word) const { return std::atomic_ref(shown[word]).load(); }
 
+  DeviceMemory memory;  // freed also if the constructor throws
   uint64_t *counts = nullptr, *shown = nullptr;
   std::vector<uint64_t> before = std::vector<uint64_t>(kWords);  // counts when the milestones were set
   std::vector<int> free;
