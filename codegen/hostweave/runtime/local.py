@@ -103,7 +103,8 @@ class LocalProgram:
     def _why_out_of_reach(self) -> str:
         """Reason why this rank cannot access the memory of peers, or "". With optional transports, all ranks return the first reason that
         is not empty."""
-        why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
+        with self._group.failing():  # otherwise the other ranks would wait for this rank
+            why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self.host.optional_transports:
             return why
         return next(filter(None, self._gather("reach", why, self._waits_for, self._group.timeout)), "")
@@ -154,7 +155,7 @@ class LocalProgram:
                 for shapes in global_shapes:
                     pairs = zip(self.host.arguments, shapes, strict=True)
                     local = [block_shape(p.type, mesh, rank, shape) if self.arguments.holds(p) else () for p, shape in pairs]
-                    self._group.waiting(partial(native.prepare, local, shapes, 0))
+                    self._prepare_native(native, local, shapes, 0)
 
         with self._group.calling:
             self._group.expect_working()
@@ -384,8 +385,17 @@ class LocalProgram:
     def _prepare(self, native: Any, checked_call: CheckedCall, global_shapes: Sequence[Shape] | None) -> None:
         shapes = checked_call.all_shapes
         with native_calls, self._measuring():
-            prepare = partial(native.prepare, shapes, global_shapes or [()] * len(shapes), checked_call.stream)
-            self._outputs = self._group.waiting(prepare)
+            self._outputs = self._prepare_native(native, shapes, global_shapes or [()] * len(shapes), checked_call.stream)
+
+    def _prepare_native(self, native: Any, *arguments: Any) -> list[Shape]:
+        """Prepares the native program. If ranks prepare together, an ExecutionError fails the group, because other ranks may wait."""
+        try:
+            outputs: list[Shape] = self._group.waiting(partial(native.prepare, *arguments))
+            return outputs
+        except ExecutionError as error:
+            if self.module.prepares_together and not isinstance(error, CaptureError):
+                self._group.fail(f"rank {self._group.rank}: {reason_of(error)}")
+            raise
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:

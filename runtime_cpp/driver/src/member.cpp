@@ -213,6 +213,7 @@ void Member::Use::take(Member& member, Schedule schedule, bool frees) {
 
 Member::Use::Use(Member& member, bool frees) {
   take(member, {}, frees);
+  if (!frees) member.expect_not_stopped();
   device_.emplace(member.device());
 }
 

@@ -106,8 +106,28 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
     assert time.monotonic() - started < 100  # The time limit of the device for a missing rank is 120 seconds.
 
 
+@pytest.mark.parametrize("how", [in_this_thread, in_a_group])
+@pytest.mark.parametrize("transport", ["peer", "one_sided"])
+def test_a_rank_without_memory_for_windows(transport: str, how: Callable[[hw.Program], Any], device: Device) -> None:
+    """The other rank does not wait for the rank that fails."""
+    gc.collect()
+    before, started = device.live(), time.monotonic()
+    for nth in range(1, 30):
+        with closing(hw.compile(product, options=hw.Options(transport=transport))) as program:
+            program.build()
+            device.fail("cudaMalloc", nth)
+            if not (report := report_of(how, program)):
+                break
+        assert "cudaMalloc: made to fail" in report
+    assert nth > 5
+    assert time.monotonic() - started < 60
+    team.teams.clear()
+    assert device.live_after_freeing(before) == before
+
+
 @pytest.mark.parametrize("transport", ["two_sided", "peer", "one_sided"])
 def test_memory_is_freed_after_a_failure_of_a_group(transport: str, device: Device) -> None:
+    gc.collect()
     before, program = device.live(), hw.compile(product, options=hw.Options(transport=transport))
     provider = hw.Threads(RANKS)
 

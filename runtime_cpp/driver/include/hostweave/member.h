@@ -94,7 +94,8 @@ class Member {
   // group. The constructors throw ExecutionError after an abort, unless `frees` is set.
   class Use {
    public:
-    // For work outside of runs, such as a capture or a new channel. `frees`: the work only frees resources.
+    // For work outside of runs, such as a capture or a new channel. `frees`: the work only frees resources. Otherwise throws
+    // ExecutionError if the ranks were stopped.
     explicit Use(Member& member, bool frees = false);
     // For runs, in which all ranks of the group work together. Throws ExecutionError if the ranks were stopped.
     Use(Member& member, const Schedule& schedule);
