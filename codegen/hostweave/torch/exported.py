@@ -126,9 +126,10 @@ def exported(
             program.example_inputs = None  # torch generates guards from the inputs, with wrong names if there are more than ten
             table = dict(before_derivatives() if training else decompositions())
             _rename(program, lambda name: f"module.{name}")  # a name could equal that of an attribute of GraphModule
-            program = of_pairs(program.run_decompositions(table), table)
-            _rename(program, lambda name: name.removeprefix("module."))
+            program = program.run_decompositions(table)
             write_out(program.graph)
+            program = of_pairs(program, table)
+            _rename(program, lambda name: name.removeprefix("module."))
             _name_outputs(program)
             program, names = _without_empty_operands(program), repeats.names_read(reads)
         cast_parameters(program, module)
