@@ -96,7 +96,7 @@ def exported(
             on_global_tensors(module),
             replaced((torch, "is_grad_enabled", partial(_grad_mode, torch.is_grad_enabled, asked))),
             replaced(*_replacements(module), (lift_constants_pass, "_get_attr", partial(_constant, training, _get_attr))),
-            _of_known_derivatives(module) if training else nullcontext(),
+            _of_known_derivatives(module) if training else nullcontext() as functions,
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
             without_code(),
@@ -106,7 +106,8 @@ def exported(
             warnings.filterwarnings("error", ".* assigned during export")
             warnings.filterwarnings("ignore", "A model attribute .* requires gradient")  # refused in training
             warnings.filterwarnings("ignore", ".*_flat_weights")  # torch.export replaces weights of recurrent layers
-            call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
+            given = _apart(module, (tuple(args), dict(kwargs)))
+            call: Any = partial(export, module, *given, dynamic_shapes=dynamic_shapes, strict=False)
             try:
                 with repeats.standing_in(), watched(module) as (reads, _):
                     program = call()
@@ -133,6 +134,7 @@ def exported(
             _name_outputs(program)
             program, names = _without_empty_operands(program), repeats.names_read(reads)
         cast_parameters(program, module)
+        program.graph_module.meta["functions"] = functions  # alive while the graph is
         return Exported(program, repeats.how, names, training if asked else None)
     except ProgramError:
         raise
@@ -268,6 +270,19 @@ def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
     return [(f"example_inputs{pytree.keystr(path)}", leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 
+def _apart(module: nn.Module, given: Any) -> Any:
+    """Replaces arguments by aliases: tensors that are no leaves of autograd, and repetitions of a tensor of an argument or of the module.
+    torch.export would take repetitions for one input."""
+    seen = set(map(id, (*module.parameters(), *module.buffers())))
+
+    def once(leaf: torch.Tensor) -> torch.Tensor:
+        is_kept = leaf.is_leaf and id(leaf) not in seen
+        seen.add(id(leaf))
+        return leaf if is_kept else leaf.detach().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, once, given)
+
+
 def error_of_torch(name: str, error: Exception) -> ProgramError:
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
         why = "a branch depends on the values of a tensor, which are not known at compile time"
@@ -346,9 +361,10 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 
 @contextmanager
-def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
+def _of_known_derivatives(module: nn.Module) -> Iterator[dict[int, Any]]:
     """Refuses inference mode, and hooks, which change gradients outside of the graph. Records each torch.autograd.Function of the user as
-    one op."""
+    one op. Yields the recorded functions."""
+    known: dict[int, Any] = {}
     for path, submodule in module.named_modules():
         if submodule._backward_hooks or submodule._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
@@ -361,7 +377,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
         if cls is CheckpointFunction:  # ignored, because the min-cut partitioner chooses the values to save
             function, _, *given = args
             return function(*given)
-        return call_function(cls, args, kwargs)
+        return call_function(known, cls, args, kwargs)
 
     begin = torch.inference_mode.__enter__
 
@@ -373,7 +389,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
         replaced((torch.Tensor, "register_hook", partial(_refused, _HOOK)), (torch.inference_mode, "__enter__", begin_inference)),
     ):
-        yield
+        yield known
 
 
 def _mark_detached(graph: Graph) -> None:

@@ -106,6 +106,28 @@ def compare(function: Callable[..., Any], ranks: int, training: bool, seed: int,
         torch.testing.assert_close(one, other)
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return x + 2 * y + 3 * self.weight
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_example_inputs_that_are_one_tensor() -> None:
+    """A call may pass separate tensors for arguments that were one tensor at compile time, or a parameter."""
+    module, x, y = Weighted(), torch.ones(3), torch.arange(3.0)
+    for given in ((x, x), (x, module.weight)):
+        model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, given, training=True)
+        for one in ((x, y), (y, y)):
+            torch.testing.assert_close(model(*one), module(*one))
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (twice := x.clone().requires_grad_(), twice), training=True)
+    model(twice, twice).sum().backward()
+    torch.testing.assert_close(twice.grad, 3 * x)
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", CASES)
