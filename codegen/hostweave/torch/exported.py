@@ -159,6 +159,8 @@ def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) ->
 
     def put(submodule: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            if value is vars(submodule).get("_buffers", {}).get(name):
+                return  # torch.export would copy the buffer to itself, and fail
             assigned[name] = Location.of_caller(TORCH)
         own(submodule, name, value)
 
