@@ -21,6 +21,7 @@ from torch._decomp import decomposition_table
 from torch._export.passes import lift_constants_pass
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction
+from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram, default_decompositions, export, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
@@ -273,16 +274,19 @@ def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
 
 
 def _apart(module: nn.Module, given: Any) -> Any:
-    """Replaces arguments by aliases: tensors that are no leaves of autograd, and repetitions of a tensor of an argument or of the module.
-    torch.export would take repetitions for one input."""
-    seen = set(map(id, (*module.parameters(), *module.buffers())))
+    """Replaces arguments by empty tensors: those that are no leaves of autograd, and those that share memory with another argument or with
+    the module. torch.export would take one tensor for one input, and fails if forward writes to shared memory."""
+    tensors = (one for one in (*module.parameters(), *module.buffers()) if not isinstance(one, DTensor))
+    seen = {one.untyped_storage()._cdata for one in tensors}
 
     def once(leaf: torch.Tensor) -> torch.Tensor:
-        is_kept = leaf.is_leaf and id(leaf) not in seen
-        seen.add(id(leaf))
-        return leaf if is_kept else leaf.detach().requires_grad_(leaf.requires_grad)
+        storage = leaf.untyped_storage()._cdata
+        is_kept = leaf.is_leaf and storage not in seen
+        seen.add(storage)
+        made = leaf if is_kept else torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return made if is_kept else made.requires_grad_(leaf.requires_grad)
 
-    return pytree.tree_map_only(torch.Tensor, once, given)
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf if isinstance(leaf, DTensor) else once(leaf), given)
 
 
 def error_of_torch(name: str, error: Exception) -> ProgramError:
@@ -290,6 +294,9 @@ def error_of_torch(name: str, error: Exception) -> ProgramError:
         why = "a branch depends on the values of a tensor, which are not known at compile time"
         kinds = "int(t), range(t.item()), and a dim or a count that t.item() gives are branches, too"
         return ProgramError(f"{name}: {why}; {kinds}; write tensor ops instead, such as torch.where", _line_of(error))
+    if "expected compiled_fn to be GraphModule" in str(error):
+        why = "forward writes to an argument or buffer that shares memory with another one"
+        return ProgramError(f"{name}: {why}; pass a clone(), or take the other one from it in forward")
     why = " ".join(str(error).strip().partition("\n\n")[0].split())
     *_, (raising, _) = traceback.walk_tb(error.__traceback__)
     if _is_users(raising):

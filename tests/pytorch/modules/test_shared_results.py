@@ -128,6 +128,28 @@ def test_example_inputs_that_are_one_tensor() -> None:
     torch.testing.assert_close(twice.grad, 3 * x)
 
 
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+
+    def forward(self, x: Any, y: Any, writes: bool) -> Any:
+        (self.part if writes else x).add_(1)
+        return x + y + self.whole.sum()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_example_inputs_of_one_memory_that_forward_writes_to() -> None:
+    module, both = Adding(), torch.arange(6.0)
+    for x, y in ((both[:3], both[3:]), (both[::2], both[1::2]), (both[:3], both[:3]), (both[:4], both[2:])):
+        model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x, y, False))
+        torch.testing.assert_close(model(x.clone(), y.clone(), False), module(x.clone(), y.clone(), False))
+    why = r"forward writes to an argument or buffer that shares memory with another one; pass a clone\(\), or take the other one from it"
+    with pytest.raises(ProgramError, match=why):
+        hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (torch.ones(4), torch.ones(4), True))
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", CASES)
