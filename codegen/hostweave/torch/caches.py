@@ -12,6 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from hostweave.torch.exported import tracing
 from hostweave.torch.replaced import replaced
 
 
@@ -191,7 +192,7 @@ def requests(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> Req
 
         layer.lazy_initialization = note
     # If `is_compiling` is true, modules use ops that fake tensors support.
-    with replaced((torch.compiler, "is_compiling", lambda: True)), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with tracing, replaced((torch.compiler, "is_compiling", lambda: True)), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
     return asked
 

@@ -23,7 +23,7 @@ from hostweave.torch.graph import Graph
 from hostweave.torch.held import Folded, Held, overlap, span_of, tensor_of
 from hostweave.torch.nodes import is_complex
 from hostweave.torch.randomness import new_seeds
-from hostweave.torch.state import State
+from hostweave.torch.state import State, is_same
 from hostweave.torch.transforms import expect_eager
 from hostweave.torch.updates import copied_to
 from hostweave.torch.views import made_again
@@ -367,7 +367,7 @@ class CompiledModule(Delegating):
                         bounds = f"{sizes.start} to {sizes.stop - 1}" if sizes.stop < 2**62 else f"{sizes.start} or more"
                         why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {bounds}"
                         raise self._refused(f"{why}; compile it for that size, too")
-            elif type(leaf) is not type(was := self._graph.constants.get(node)) or leaf != was:
+            elif not is_same(leaf, was := self._graph.constants.get(node)):
                 raise self._refused(f"{node.name} is {leaf!r}, and was {was!r} at compile time; compile it again")
         return passed
 

@@ -21,6 +21,7 @@ from torch._decomp import decomposition_table
 from torch._export.passes import lift_constants_pass
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction
+from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram, default_decompositions, export, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
@@ -96,7 +97,7 @@ def exported(
             on_global_tensors(module),
             replaced((torch, "is_grad_enabled", partial(_grad_mode, torch.is_grad_enabled, asked))),
             replaced(*_replacements(module), (lift_constants_pass, "_get_attr", partial(_constant, training, _get_attr))),
-            _of_known_derivatives(module) if training else nullcontext(),
+            _of_known_derivatives(module) if training else nullcontext() as functions,
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
             without_code(),
@@ -106,7 +107,8 @@ def exported(
             warnings.filterwarnings("error", ".* assigned during export")
             warnings.filterwarnings("ignore", "A model attribute .* requires gradient")  # refused in training
             warnings.filterwarnings("ignore", ".*_flat_weights")  # torch.export replaces weights of recurrent layers
-            call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
+            given = _apart(module, (tuple(args), dict(kwargs)))
+            call: Any = partial(export, module, *given, dynamic_shapes=dynamic_shapes, strict=False)
             try:
                 with repeats.standing_in(), watched(module) as (reads, _):
                     program = call()
@@ -126,12 +128,14 @@ def exported(
             program.example_inputs = None  # torch generates guards from the inputs, with wrong names if there are more than ten
             table = dict(before_derivatives() if training else decompositions())
             _rename(program, lambda name: f"module.{name}")  # a name could equal that of an attribute of GraphModule
-            program = of_pairs(program.run_decompositions(table), table)
-            _rename(program, lambda name: name.removeprefix("module."))
+            program = program.run_decompositions(table)
             write_out(program.graph)
+            program = of_pairs(program, table)
+            _rename(program, lambda name: name.removeprefix("module."))
             _name_outputs(program)
             program, names = _without_empty_operands(program), repeats.names_read(reads)
         cast_parameters(program, module)
+        program.graph_module.meta["functions"] = functions  # alive while the graph is
         return Exported(program, repeats.how, names, training if asked else None)
     except ProgramError:
         raise
@@ -156,6 +160,8 @@ def _without_traced_tensors(module: nn.Module, assigned: dict[str, Location]) ->
 
     def put(submodule: nn.Module, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
+            if value is vars(submodule).get("_buffers", {}).get(name):
+                return  # torch.export would copy the buffer to itself, and fail
             assigned[name] = Location.of_caller(TORCH)
         own(submodule, name, value)
 
@@ -267,11 +273,30 @@ def _named_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[
     return [(f"example_inputs{pytree.keystr(path)}", leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 
+def _apart(module: nn.Module, given: Any) -> Any:
+    """Replaces arguments by empty tensors: those that are no leaves of autograd, and those that share memory with another argument or with
+    the module. torch.export would take one tensor for one input, and fails if forward writes to shared memory."""
+    tensors = (one for one in (*module.parameters(), *module.buffers()) if not isinstance(one, DTensor))
+    seen = {one.untyped_storage()._cdata for one in tensors}
+
+    def once(leaf: torch.Tensor) -> torch.Tensor:
+        storage = leaf.untyped_storage()._cdata
+        is_kept = leaf.is_leaf and storage not in seen
+        seen.add(storage)
+        made = leaf if is_kept else torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return made if is_kept else made.requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: leaf if isinstance(leaf, DTensor) else once(leaf), given)
+
+
 def error_of_torch(name: str, error: Exception) -> ProgramError:
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException) or "not tracked with proxy" in str(error):
         why = "a branch depends on the values of a tensor, which are not known at compile time"
         kinds = "int(t), range(t.item()), and a dim or a count that t.item() gives are branches, too"
         return ProgramError(f"{name}: {why}; {kinds}; write tensor ops instead, such as torch.where", _line_of(error))
+    if "expected compiled_fn to be GraphModule" in str(error):
+        why = "forward writes to an argument or buffer that shares memory with another one"
+        return ProgramError(f"{name}: {why}; pass a clone(), or take the other one from it in forward")
     why = " ".join(str(error).strip().partition("\n\n")[0].split())
     *_, (raising, _) = traceback.walk_tb(error.__traceback__)
     if _is_users(raising):
@@ -345,9 +370,10 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 
 @contextmanager
-def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
+def _of_known_derivatives(module: nn.Module) -> Iterator[dict[int, Any]]:
     """Refuses inference mode, and hooks, which change gradients outside of the graph. Records each torch.autograd.Function of the user as
-    one op."""
+    one op. Yields the recorded functions."""
+    known: dict[int, Any] = {}
     for path, submodule in module.named_modules():
         if submodule._backward_hooks or submodule._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
@@ -360,7 +386,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
         if cls is CheckpointFunction:  # ignored, because the min-cut partitioner chooses the values to save
             function, _, *given = args
             return function(*given)
-        return call_function(cls, args, kwargs)
+        return call_function(known, cls, args, kwargs)
 
     begin = torch.inference_mode.__enter__
 
@@ -372,7 +398,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
         replaced((torch.Tensor, "register_hook", partial(_refused, _HOOK)), (torch.inference_mode, "__enter__", begin_inference)),
     ):
-        yield
+        yield known
 
 
 def _mark_detached(graph: Graph) -> None:

@@ -275,7 +275,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     expect_known(_computed_of(made.graph))
     read_rows(made)
     take_views_again(made, {f"primals_{number + 1}" for number, origin in enumerate(origins) if origin.kind != "written"})
-    _average(made.graph, outer, [node for node, has in zip(results, differentiable, strict=True) if has])
+    _average(made.graph, outer, sources, [node for node, has in zip(results, differentiable, strict=True) if has])
     return Joint(outer, sources, origins, results, differentiable, made, needs_gradient)
 
 
@@ -305,15 +305,30 @@ def _computed_of(graph: Any) -> list[Node]:
     return [node for node in graph.nodes if node in found and node.op == "call_function"]
 
 
-def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
-    """Divides gradients of row-sharded results by the number of blocks, because `fully_shard` averages the gradients of the blocks."""
+def _average(graph: Any, outer: Graph, sources: list[Node], results: list[Node]) -> None:
+    """Divides gradients of row-sharded results by the number of blocks, because `fully_shard` averages the gradients of the blocks.
+    Gradients of row-sharded arguments are not averaged, so they are multiplied by this number."""
     ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
-    for tangent, result in zip(tangents, results, strict=True):
-        if outer.layouts.of_rows(result.meta["val"]) and tangent.users:
-            with graph.inserting_before(min(tangent.users, key=list(graph.nodes).index)):
-                mean = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, 1 / ranks))
-            mean.meta["val"] = tangent.meta["val"]
+    averaged = [tangent for tangent, result in zip(tangents, results, strict=True) if outer.layouts.of_rows(result.meta["val"])]
+    returned = list(graph.output_node().args[0])
+
+    def scaled(node: Node, factor: float, before: Node) -> Node:
+        with graph.inserting_before(before):
+            made: Node = graph.call_function(torch.ops.aten.mul.Tensor, (node, factor))
+        made.meta["val"] = node.meta["val"]
+        return made
+
+    for place, source in enumerate(sources, -len(sources)) if averaged else ():
+        if returned[place] is not None and source in outer.arguments and outer.layouts.of_rows(source.meta["val"]):
+            if len(averaged) < len(tangents):
+                why = f"with fully_shard, {source.name} requires grad, but the module returns rows of a rank and a value of all ranks"
+                raise ProgramError(f"training: {why}; return only one of the two, or detach() the argument")
+            returned[place] = scaled(returned[place], ranks, graph.output_node())
+    graph.output_node().args = (returned,)
+    for tangent in averaged:
+        if tangent.users:
+            mean = scaled(tangent, 1 / ranks, min(tangent.users, key=list(graph.nodes).index))
             tangent.replace_all_uses_with(mean, delete_user_cb=lambda user, own=mean: user is not own)
 
 

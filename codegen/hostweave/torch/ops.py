@@ -2,15 +2,18 @@
 leading dims, which then cannot be sharded. Most ops have no kernels: AOTAutograd traces them, and Hostweave compiles them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ProgramError
+from hostweave.torch.state import is_same
 
 Gradients = tuple[torch.Tensor | None, ...]
 LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -185,9 +188,8 @@ class _Called:
     spec: Any
     is_single: bool = True
 
-    @property
-    def key(self) -> object:
-        return self.function, str(self.leaves), self.spec
+    def equals(self, other: "_Called") -> bool:
+        return self.function is other.function and self.spec == other.spec and is_same(self.leaves, other.leaves)
 
     def apply(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Calls torch's `apply`, which records the derivative."""
@@ -202,19 +204,23 @@ def call_recorded(given: Sequence[torch.Tensor], number: int) -> list[torch.Tens
     return _CALLED[number].apply(given)
 
 
-_CALLED: list[_Called] = []
+# The exported graph keeps its functions alive.
+_CALLED: MutableMapping[int, _Called] = WeakValueDictionary()
+_numbers = count()
 define("function(Tensor[] given, int number) -> Tensor[]", call_recorded, "CompositeExplicitAutograd")
 
 
-def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Records a torch.autograd.Function as one op. Equal calls have equal numbers, so that equal layers have equal graphs."""
+def call_function(known: dict[int, _Called], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Records a torch.autograd.Function as one op, and adds it to the functions `known` of the graph. Equal calls have equal numbers, so
+    that equal layers have equal graphs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     called = _Called(function, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves], spec)
-    number = next((at for at, other in enumerate(_CALLED) if called.key == other.key), len(_CALLED))
-    if number == len(_CALLED):
-        _CALLED.append(called)
+    number = next((at for at, other in known.items() if called.equals(other)), None)
+    if number is None:
+        number = next(_numbers)
+        known[number] = _CALLED[number] = called
     made = ops.function([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], number)
-    return made[0] if _CALLED[number].is_single else tuple(made)
+    return made[0] if known[number].is_single else tuple(made)
 
 
 class Silu(torch.autograd.Function):

@@ -18,6 +18,7 @@ import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.base.errors import ArgumentError  # noqa: E402
 from hostweave.torch.caches import requests  # noqa: E402
+from hostweave.torch.exported import tracing  # noqa: E402
 from hostweave.torch.generation import TokenGraph  # noqa: E402
 
 VOCABULARY, TOKENS = 128, 64
@@ -171,15 +172,16 @@ def test_a_module_of_one_token_and_a_cache() -> None:
 
 
 def test_another_thread_does_not_compile() -> None:
-    """`requests` makes `is_compiling` true only in the thread that calls `requests`."""
+    """`requests` makes `is_compiling` true only in the thread that calls `requests`. No other thread may trace meanwhile."""
     cache, found = transformers.StaticCache(config=model_of("Llama").config, max_cache_len=8), list[Any]()
 
     def run(*_: Any) -> None:
         with ThreadPoolExecutor(1) as other:
             found.append((torch.compiler.is_compiling(), other.submit(lambda: torch.compiler.is_compiling()).result()))
+            found.append(other.submit(tracing.acquire, blocking=False).result())
 
     requests(cache, run)
-    assert found == [(True, False)]
+    assert found == [(True, False), False]
 
 
 @shares_programs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -226,6 +227,12 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_call(layer: Any, call: Callable[[Any], Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(ArgumentError, match=message):
         call(layer)
+
+
+def test_a_number_that_is_nan() -> None:
+    call = compiled({"up": ColwiseParallel()}, inputs=(X, math.nan))
+    with torch.no_grad():
+        assert call(X, math.nan).isnan().all()
 
 
 def test_gradients_are_refused(layer: Any) -> None:

@@ -106,6 +106,50 @@ def compare(function: Callable[..., Any], ranks: int, training: bool, seed: int,
         torch.testing.assert_close(one, other)
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return x + 2 * y + 3 * self.weight
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_example_inputs_that_are_one_tensor() -> None:
+    """A call may pass separate tensors for arguments that were one tensor at compile time, or a parameter."""
+    module, x, y = Weighted(), torch.ones(3), torch.arange(3.0)
+    for given in ((x, x), (x, module.weight)):
+        model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, given, training=True)
+        for one in ((x, y), (y, y)):
+            torch.testing.assert_close(model(*one), module(*one))
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (twice := x.clone().requires_grad_(), twice), training=True)
+    model(twice, twice).sum().backward()
+    torch.testing.assert_close(twice.grad, 3 * x)
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+
+    def forward(self, x: Any, y: Any, writes: bool) -> Any:
+        (self.part if writes else x).add_(1)
+        return x + y + self.whole.sum()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_example_inputs_of_one_memory_that_forward_writes_to() -> None:
+    module, both = Adding(), torch.arange(6.0)
+    for x, y in ((both[:3], both[3:]), (both[::2], both[1::2]), (both[:3], both[:3]), (both[:4], both[2:])):
+        model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x, y, False))
+        torch.testing.assert_close(model(x.clone(), y.clone(), False), module(x.clone(), y.clone(), False))
+    why = r"forward writes to an argument or buffer that shares memory with another one; pass a clone\(\), or take the other one from it"
+    with pytest.raises(ProgramError, match=why):
+        hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (torch.ones(4), torch.ones(4), True))
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", CASES)

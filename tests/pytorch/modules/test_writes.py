@@ -64,12 +64,25 @@ def caches() -> tuple[Any, ...]:
 
 
 CACHE_PLAN = {"key.weight": "tp, -", "key.bias": "tp"}
+
+
+class Averaged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Any) -> Any:
+        self.mean = self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return x - self.mean
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], dict[str, str]]] = {
     "caches of layers": (Layers, caches, CACHE_PLAN),
     "caches that the plan shards": (Layers, caches, CACHE_PLAN | {"keys_*": "-, tp, -, -"}),
     "values that are constants": (Constants, lambda: (torch.randn(4), torch.randn(4)), {}),
     "elements that are moved": (Rolled, lambda: (torch.randn(4, 6), torch.randn(6)), {"x": "-, tp"}),
     "batch norm": (lambda: nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)).train(), lambda: (torch.randn(4, 8),), {}),
+    "a buffer that is assigned to itself": (Averaged, lambda: (torch.randn(4, 6),), {}),
     "a batch that is sharded": (lambda: nn.BatchNorm1d(6).train(), lambda: (torch.randn(4, 6),), {"input": "tp, -"}),
 }
 

@@ -71,6 +71,42 @@ def test_attention_of_rotated_queries(has_window: bool) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
+class Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x: Any, angles: Any) -> Any:
+        pairs = torch.view_as_complex(self.project(x).float().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * angles.to(pairs.device)).flatten(-2)
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Turn(), Turn()])
+
+    def forward(self, x: Any) -> Any:
+        angles = torch.polar(torch.ones(6, 8), torch.arange(48.0).unflatten(0, (6, 8)))
+        for layer in self.layers:
+            x = layer(x, angles)
+        return x
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_layers_with_an_argument_of_complex_numbers() -> None:
+    module = Turns()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"project.weight": "tp, -"}, (X,), training=True)
+    assert model.traced == {"layers.0": "traced", "layers.1": "as layers.0"}
+    gradients = []
+    for one in (model, module):
+        made = one(X)
+        made.square().sum().backward()
+        gradients.append((made, *[layer.project.weight.grad for layer in module.layers]))
+        module.zero_grad()
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.extra
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rotary_and_transforms(ranks: int) -> None:

@@ -72,6 +72,28 @@ def test_rows_of_attention_that_see_no_key_are_zero() -> None:
     expect_as_torch(cases, training=True)
 
 
+@pytest.mark.usefixtures("interpreted")
+def test_numbers_beyond_the_range_of_a_dtype() -> None:
+    """Python ints and tensors without dims wrap around."""
+    cases: dict[str, Case] = {}
+    for dtype, number in ((torch.uint8, 300), (torch.int8, -300), (torch.int32, 2**32 + 5)):
+        x, scalar = torch.tensor([0, 44, 45, 100, 127], dtype=dtype), torch.tensor(number)
+        functions: dict[str, Callable[..., Any]] = {
+            "add": lambda x, n=number: x + n,
+            "sub": lambda x, n=number: n - x,
+            "mul": lambda x, n=scalar: x * n,
+            "mod": lambda x, n=number: x % n,
+            "floor": lambda x, n=number: x // n,
+            "or": lambda x, n=number: x | n,
+            "greater": lambda x, n=number: x > n,
+            "equal": lambda x, n=scalar: x == n,
+            "minimum": lambda x, n=scalar: torch.minimum(x, n),
+            "where": lambda x, n=scalar: torch.where(x > 3, x, n),
+        }
+        cases |= {f"{name} of {dtype}": (function, x) for name, function in functions.items()}
+    expect_as_torch(cases)
+
+
 def halves(x: Any) -> Any:
     return torch.cat((-x[..., 2:], x[..., :2]), -1)
 

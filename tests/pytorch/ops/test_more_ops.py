@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -200,6 +202,39 @@ def test_derivatives_defined_by_users(ranks: int) -> None:
         return a + b + c
 
     expect_same({"twice": Then(twice)}, [torch.randn(ROWS, DIM)], PLAN, ranks, ranks)
+
+
+class Factor:
+    """An argument whose text does not tell its value."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "Factor()"
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: Factor) -> torch.Tensor:
+        ctx.factor = factor
+        return x * factor.value
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy * ctx.factor.value, None
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_functions_with_objects_as_arguments() -> None:
+    """Objects of equal text are told apart, and are freed with the compiled module."""
+    factors = [Factor(3.0), Factor(0.5)]
+    alive = [weakref.ref(factor) for factor in factors]
+    function = Then(lambda y: sum(Times.apply(y, factor) for factor in factors))
+    expect_same({"sums": function}, [torch.randn(ROWS, DIM)], PLAN, 1, 1)
+    del function, factors[:]
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
 
 
 def matrices(y: Any) -> Any:

@@ -164,6 +164,23 @@ def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
     assert all("bf16[" in line for line in matmuls)
 
 
+class WithMean(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        y = super().forward(x)
+        return y, y.mean()
+
+
+def test_gradients_of_rows_given_to_fully_shard(mesh: Any) -> None:
+    """Gradients of parameters are averaged over the 2 ranks of dp. The gradient of an argument is that of the loss of its rank."""
+    x = torch.randn(3, 8, requires_grad=True)
+    model = hostweave.torch.compile(fully_shard(nn.Linear(8, 4), mesh=mesh["dp"]), mesh, example_inputs=(x,), training=True)
+    factors = re.findall(r"%(\w+): \S+ \d+\] = multiply\(%(\w+), (\S+)\)", model.backward.fusion_ir)
+    assert factors == [("multiply_gradient_y", "gradient_y", "0.5"), ("multiply_weight", "matmul_weight", "2.0")]
+    why = r"x requires grad, but the module returns rows of a rank and a value of all ranks; return only one of the two, or detach\(\)"
+    with pytest.raises(ProgramError, match=why):
+        hostweave.torch.compile(fully_shard(WithMean(8, 4), mesh=mesh["dp"]), mesh, example_inputs=(x,), training=True)
+
+
 def test_settings_of_fully_shard_that_are_refused(mesh: Any) -> None:
     module, inputs = prepared(mesh), (torch.randn(3, 8), torch.randn(8))
     with pytest.raises(ProgramError, match=r"fully_shard has a mesh of dims \('dp',\); name them like the axes of mesh\(tp=2\)"):

@@ -58,8 +58,17 @@ TABLE["gelu.default"] = lambda result, x, approximate="none": hw.gelu(x, approxi
 _OF_BOOLS: dict[Any, Any] = {operator.add: operator.or_, operator.mul: operator.and_}
 
 
+def _operand(x: Any, dtype: torch.dtype) -> Any:
+    """Casts an operand. A Python int wraps around in an integer dtype, as in torch."""
+    made = cast(x, dtype)
+    if type(made) is not int:
+        return made
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return (made - low) % (high - low + 1) + low
+
+
 def _binary(function: Callable[[Any, Any], hw.Tensor], result: Result, a: Any, b: Any, alpha: Number = 1) -> Any:
-    a, b = cast(a, result.dtype), cast(b, result.dtype)
+    a, b = _operand(a, result.dtype), _operand(b, result.dtype)
     function = _OF_BOOLS.get(function, function) if result.dtype == torch.bool else function
     return cast(function(a, b if alpha == 1 else b * alpha), result.dtype)
 
@@ -169,7 +178,7 @@ def _round(result: Result, x: hw.Tensor, decimals: int = 0) -> hw.Tensor:
 
 @aten("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default")
 def _div(result: Result, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
-    a, b = cast(a, result.dtype), cast(b, result.dtype)
+    a, b = _operand(a, result.dtype), _operand(b, result.dtype)
     if not result.dtype.is_floating_point or rounding_mode == "floor":
         return (a - hw.fmod(a, b)) // b if rounding_mode == "trunc" else a // b
     return hw.trunc(a / b) if rounding_mode == "trunc" else a / b
@@ -177,7 +186,7 @@ def _div(result: Result, a: Any, b: Any, rounding_mode: str | None = None) -> An
 
 def _comparison(function: Callable[[Any, Any], hw.Tensor], result: Result, a: Any, b: Any) -> hw.Tensor:
     dtype = common_dtype(a, b)
-    return function(cast(a, dtype), cast(b, dtype))
+    return function(_operand(a, dtype), _operand(b, dtype))
 
 
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
@@ -194,7 +203,7 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
 
 @aten("where.self", "where.Scalar")
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
-    a, b = cast(a, result.dtype), cast(b, result.dtype)
+    a, b = _operand(a, result.dtype), _operand(b, result.dtype)
     if not isinstance(condition, hw.Tensor):  # a constant with one element
         return full(result, a if condition else b)
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):
