@@ -75,15 +75,15 @@ BODIES = {
     "%i = %j + 1": "text:2: @t: %i = %j + 1: %j is not a known index: define it above",
     "%i = rank.q": "text:2: @t: %i = rank.q: mesh(x=2) has no axis 'q': its axes are x",
     "%i = K": "text:2: @t: %i = K: K is not a size of any input or output; the sizes are M",
-    "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: the divisor may be 0 or negative: divide by a positive number or a size",
+    "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: the divisor may be 0 or negative: divide by a positive number, or by a size that divides the iterations of an enclosing loop",
     "%i = rank.x % -3": (
-        "text:2: @t: %i = rank.x % -3: rank.x % -3: the divisor may be 0 or negative: divide by a positive number or a size"
+        "text:2: @t: %i = rank.x % -3: rank.x % -3: the divisor may be 0 or negative: divide by a positive number, or by a size that divides the iterations of an enclosing loop"
     ),
     "%i = rank.x / (0 - M)": (
-        "text:2: @t: %i = rank.x / (0 - M): rank.x / (0 - M): the divisor may be 0 or negative: divide by a positive number or a size"
+        "text:2: @t: %i = rank.x / (0 - M): rank.x / (0 - M): the divisor may be 0 or negative: divide by a positive number, or by a size that divides the iterations of an enclosing loop"
     ),
     "%i = rank.x / (M - 4)": (
-        "text:2: @t: %i = rank.x / (M - 4): rank.x / (M - 4): the divisor may be 0 or negative: divide by a positive number or a size"
+        "text:2: @t: %i = rank.x / (M - 4): rank.x / (M - 4): the divisor may be 0 or negative: divide by a positive number, or by a size that divides the iterations of an enclosing loop"
     ),
     "%b = allocate f32[4]\nif rank.x == 0 {\ndeallocate %b\n}": (
         "text:4: @t: deallocate %b: %b is allocated outside of this loop or branch: deallocate it there, to free it once on each rank"

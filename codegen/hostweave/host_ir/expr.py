@@ -270,3 +270,10 @@ def with_leaves(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
 def leaves(expr: Expr) -> list[Expr]:
     """Parts of `expr` that are not Binary, from left to right."""
     return leaves(expr.left) + leaves(expr.right) if isinstance(expr, Binary) else [expr]
+
+
+def divisions(expr: Expr) -> list[tuple[Binary, Expr]]:
+    """Quotients and remainders in `expr`, each with its divisor."""
+    if not isinstance(expr, Binary):
+        return []
+    return [*([(expr, expr.right)] if expr.op in ("/", "%") else []), *divisions(expr.left), *divisions(expr.right)]

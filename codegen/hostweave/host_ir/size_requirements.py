@@ -10,7 +10,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, FIRST
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, launched
-from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
+from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, divisions
 from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 from hostweave.types.zigzag import Zigzag, pieces
@@ -32,6 +32,8 @@ def dims_and_trips(program: ir.HostProgram) -> Iterator[Size]:
     for _, type in ir.defined_types(program):
         yield from type.shape
     yield from trip_counts(program)
+    divisors = (divisor for i in tree.walk(program.body) for expr in tree.expressions(i) for _, divisor in divisions(expr))
+    yield from (size for size in map(size_of, divisors) if size is not None)  # no quotient M/8 of a divisor is rounded to 0
     for parameter in (*program.inputs, *program.outputs):
         on = parameter.type.mesh_in(program.mesh)
         yield from (dim.size // pieces(dim.axes, on) for dim in parameter.type.dims if isinstance(dim.axes, Zigzag))
@@ -81,13 +83,13 @@ def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
     if view.span is None:
         return ()
     dim, start, extent = view.span
-    before, dim_size = _size_of(start), source.shape[dim]
+    before, dim_size = size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, extent) for factor in size.factors):
         return ()  # The compiler emits such a view only if the view fits.
     return (before, dim_size - before - extent)
 
 
-def _size_of(expr: Expr) -> Size | None:
+def size_of(expr: Expr) -> Size | None:
     """The size that an expression computes. None if the value depends on the rank or a loop index, or is not a size."""
     match expr:
         case Const(value):
@@ -95,12 +97,12 @@ def _size_of(expr: Expr) -> Size | None:
         case Symbol(size):
             return None if isinstance(size, Share) else Size(1, (size,))
         case Binary(op, left, right) if op in "+-*":
-            a, b = _size_of(left), _size_of(right)
+            a, b = size_of(left), size_of(right)
             if a is None or b is None:
                 return None
             return a + b if op == "+" else a - b if op == "-" else a * b
         case Binary("/", left, Const(divisor)):
-            a = _size_of(left)
+            a = size_of(left)
             return None if a is None else a // divisor
     return None
 

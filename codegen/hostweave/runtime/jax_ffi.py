@@ -46,6 +46,10 @@ def jax_call(program: Program) -> Callable[..., Any]:
 
     def function(*arrays: Array) -> Any:
         group = _group(name)
+        wide = [f"{p.name}: {p.type}" for p in (*host.arguments, *host.results) if _is_narrowed(jax, p.type.dtype)]
+        if wide:
+            remedy = "call jax.config.update('jax_enable_x64', True)"
+            raise ArgumentError(f"{name}: as_jax_ffi: JAX has no arrays of 64-bit dtypes by default ({', '.join(wide)}); {remedy}")
         expect_count(name, host.arguments, arrays)
         input_types = tuple(_shape_and_dtype(name, p, array) for p, array in zip(host.arguments, arrays, strict=True))
         shapes = {p.name: shape for p, (shape, _) in zip(host.arguments, input_types, strict=True)}
@@ -73,6 +77,11 @@ def _call(
     program(*buffers[: len(inputs)], out=out if len(out) > 1 else out[0], stream=on, group=group)
 
 
+def _is_narrowed(jax: Any, dtype: DType) -> bool:
+    """True if JAX replaces the dtype by one of fewer bits. A program would then read and write beyond JAX's arrays."""
+    return bool(jax.dtypes.canonicalize_dtype(numpy_dtype(dtype)) != numpy_dtype(dtype))
+
+
 def _group(name: str) -> Group:
     group = current()
     if group is None:
@@ -90,8 +99,6 @@ def _shape_and_dtype(name: str, parameter: Any, array: Array) -> tuple[tuple[int
     if dtype != type_.dtype or len(array.shape) != len(type_.dims):
         got = f"{dtype}[{', '.join(map(str, array.shape))}]"
         remedy = "cast it" if dtype != type_.dtype else f"pass an array of {len(type_.dims)} dims"
-        if str(type_.dtype) in ("i64", "u64", "f64") and dtype != type_.dtype:
-            remedy += "; JAX creates arrays of 64-bit dtypes only with jax.config.update('jax_enable_x64', True)"
         raise ArgumentError(f"{name}: {parameter.name}: expected {type_}, got {got}; {remedy}")
     return tuple(array.shape), type_.dtype
 

@@ -119,11 +119,23 @@ def donates() -> Any:
     return hw.compile(updated).as_jax_ffi()
 
 
+def widened(x: Any) -> Any:
+    @hw.fusion(x=hw.i64["M"])
+    def wide(x):  # type: ignore[no-untyped-def]
+        return x + 1
+
+    return hw.compile(wide).as_jax_ffi()(x)
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: MLP.as_jax_ffi()(X.astype("i4"), W, V), r"^mlp: x: expected f32\[M, K\], got i32\[6, 8\]; cast it"),
     "dims": (lambda: MLP.as_jax_ffi()(X[0], W, V), r"^mlp: x: expected f32\[M, K\], got f32\[8\]; pass an array of 2 dims"),
     "shape": (lambda: MLP.as_jax_ffi()(X, W[:5], V), r"^mlp: w: K is 5 here and 8 in x; pass arrays that agree"),
     "count": (lambda: MLP.as_jax_ffi()(X, W), r"^mlp: takes 3 arrays \(x: f32\[M, K\], w: .*\), not 2"),
+    "64 bits": (
+        lambda: widened(np.arange(4)),
+        r"^wide: as_jax_ffi: JAX has no arrays of 64-bit dtypes by default \(x: i64\[M\], y: i64\[M\]\);",
+    ),
     "no array": (lambda: MLP.as_jax_ffi()(X, 3, V), r"^mlp: w: expected an array, got int; pass a JAX array"),
     "donated": (donates, r"^updated: as_jax_ffi: donates x, but JAX arrays cannot change; omit donate="),
     "no GPU": (

@@ -9,7 +9,8 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_ops
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import channels_of, events_of
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves, range_of
+from hostweave.host_ir.expr import Coordinate, Expr, Rank, Symbol, Var, divisions, leaves, range_of
+from hostweave.host_ir.size_requirements import size_of
 from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
@@ -24,18 +25,6 @@ class Scope:
     in_stream: bool = False
     condition: Expr | None = None  # innermost enclosing condition that depends on the rank
     trips: Size | None = None  # trip count of an enclosing loop, if the count may differ between ranks
-
-
-def _is_extent(divisor: Expr) -> bool:
-    """True for sums and products of symbols and positive constants, also divided by a constant. A loop of size 0 divides nothing."""
-    match divisor:
-        case Const(value):
-            return value > 0
-        case Symbol(size):
-            return isinstance(size, str)
-        case Binary("+" | "*", left, right) | Binary("/", left, Const() as right):
-            return _is_extent(left) and _is_extent(right)
-    return False
 
 
 Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction
@@ -57,6 +46,7 @@ class Checker:
     current: tree.Instruction | None = None
     around: tree.Body = ()  # body that contains the current instruction
     number: int = 0  # index of the current instruction in `around`
+    trips: tuple[Size, ...] = ()  # iterations of the enclosing loops
     mesh: Mesh = field(init=False)  # mesh of the enclosing `on` body, or of the program
 
     def __post_init__(self) -> None:
@@ -204,14 +194,14 @@ class Checker:
             self.fail(f"{name} is not a size of any input or output; the sizes are {', '.join(self.program.symbols()) or 'none'}")
 
     def divisors(self, expr: Expr) -> None:
-        if not isinstance(expr, Binary):
-            return
-        if expr.op in ("/", "%"):
-            least, _ = range_of(expr.right, {}, self.mesh)
-            if not _is_extent(expr.right) and (least is None or least < 1):
-                self.fail(f"{expr}: the divisor may be 0 or negative: divide by a positive number or a size")
-        self.divisors(expr.left)
-        self.divisors(expr.right)
+        for divided, divisor in divisions(expr):
+            least, _ = range_of(divisor, {}, self.mesh)
+            size = size_of(divisor)
+            # A size of 0 divides nothing in a loop whose iterations are a multiple of the size.
+            divides_loop = size is not None and size.coefficient > 0 and any(trips.divided_by(size) for trips in self.trips)
+            if not divides_loop and (least is None or least < 1):
+                remedy = "divide by a positive number, or by a size that divides the iterations of an enclosing loop"
+                self.fail(f"{divided}: the divisor may be 0 or negative: {remedy}")
 
     def depends_on_rank(self, expr: Expr) -> bool:
         return any(

@@ -42,11 +42,12 @@ def _let(c: Checker, i: ir.Let, scope: Scope) -> None:
 
 def _for(c: Checker, i: ir.For, scope: Scope) -> None:
     c.size(i.count)
-    indices = set(c.indices)
+    indices, trips = set(c.indices), c.trips
     c.indices.add(i.out)
+    c.trips = (*trips, i.count)
     within = replace(scope, trips=i.count) if any(isinstance(size, LocalSize) for size in i.count.atoms) else scope
     c.inner(i.body, within, is_always_run=False)
-    c.indices = indices
+    c.indices, c.trips = indices, trips
 
 
 def _if(c: Checker, i: ir.If, scope: Scope) -> None:
