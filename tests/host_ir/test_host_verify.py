@@ -11,12 +11,14 @@ from lowered_fusions import NAMES, RANKS, program
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Symbol
+from hostweave.host_ir.size_requirements import undivided
 from hostweave.host_ir.verify import verify_host
 from hostweave.types.size import LocalSize, Size
 
 HEAD = "host @t(%x: f32[M@x, 4], %n: i32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) streams(loop[2]) events(done[2]) {\n"
 KERNEL = "kernel @double(%a: f32[M/2, 4]) {\n  %b: f32[M/2, 4] = add(%a, %a)\n}\n"
 
+DIVISOR = "the divisor may be 0 or negative: divide by a positive number, or by a size of an enclosing loop"
 BODIES = {
     # blocks along a dim, and packed blocks
     "all_gather %x -> %y along 2 on x": "text:2: @t: all_gather %x -> %y along 2 on x: %y is f32[M/2, 4]: it has no dim 2",
@@ -75,16 +77,12 @@ BODIES = {
     "%i = %j + 1": "text:2: @t: %i = %j + 1: %j is not a known index: define it above",
     "%i = rank.q": "text:2: @t: %i = rank.q: mesh(x=2) has no axis 'q': its axes are x",
     "%i = K": "text:2: @t: %i = K: K is not a size of any input or output; the sizes are M",
-    "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: the divisor may be 0 or negative: divide by a positive number, or by a size that divides the iterations of an enclosing loop",
-    "%i = rank.x % -3": (
-        "text:2: @t: %i = rank.x % -3: rank.x % -3: the divisor may be 0 or negative: divide by a positive number, or by a size that divides the iterations of an enclosing loop"
-    ),
-    "%i = rank.x / (0 - M)": (
-        "text:2: @t: %i = rank.x / (0 - M): rank.x / (0 - M): the divisor may be 0 or negative: divide by a positive number, or by a size that divides the iterations of an enclosing loop"
-    ),
-    "%i = rank.x / (M - 4)": (
-        "text:2: @t: %i = rank.x / (M - 4): rank.x / (M - 4): the divisor may be 0 or negative: divide by a positive number, or by a size that divides the iterations of an enclosing loop"
-    ),
+    "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: " + DIVISOR,
+    "%i = rank.x % -3": "text:2: @t: %i = rank.x % -3: rank.x % -3: " + DIVISOR,
+    "%i = rank.x / (0 - M)": "text:2: @t: %i = rank.x / (0 - M): rank.x / (0 - M): " + DIVISOR,
+    "%i = 3 / M": "text:2: @t: %i = 3 / M: 3 / M: " + DIVISOR,
+    "for %i in 0..2 {\n%j = %i / (M / 4)\n}": "text:3: @t: %j = %i / (M / 4): %i / (M / 4): " + DIVISOR,
+    "%i = rank.x / (M - 4)": "text:2: @t: %i = rank.x / (M - 4): rank.x / (M - 4): " + DIVISOR,
     "%b = allocate f32[4]\nif rank.x == 0 {\ndeallocate %b\n}": (
         "text:4: @t: deallocate %b: %b is allocated outside of this loop or branch: deallocate it there, to free it once on each rank"
     ),
@@ -396,3 +394,10 @@ def test_a_gather_of_shards_that_may_be_uneven() -> None:
     verify_host(host_text.parse(head + "all_gather %x -> %y along 1 on x\n}\n"))
     with pytest.raises(ProgramError, match=r"this rank's block of %y along dim 0 has M\*local\(K, x\) elements"):
         verify_host(host_text.parse(head.replace("(M)", "(M, K)") + "all_gather %x -> %y along 0 on x\n}\n"))
+
+
+def test_a_quotient_as_divisor_is_a_whole_number_in_a_call() -> None:
+    host = host_text.parse(HEAD + "for %i in 0..M {\n%j = %i / (M / 16)\n}\ncopy %x -> %y\n}\n")
+    verify_host(host)
+    assert undivided(host, {"M": 24}) == {"M": 24}
+    assert undivided(host, {"M": 32}) == {}

@@ -200,7 +200,7 @@ class Checker:
             # A size of 0 divides nothing in a loop whose iterations are a multiple of the size.
             divides_loop = size is not None and size.coefficient > 0 and any(trips.divided_by(size) for trips in self.trips)
             if not divides_loop and (least is None or least < 1):
-                remedy = "divide by a positive number, or by a size that divides the iterations of an enclosing loop"
+                remedy = "divide by a positive number, or by a size of an enclosing loop"
                 self.fail(f"{divided}: the divisor may be 0 or negative: {remedy}")
 
     def depends_on_rank(self, expr: Expr) -> bool:
