@@ -287,6 +287,7 @@ def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> Non
     empty.write_text("x = 1\n")
     remedy = "give FILE.py:FUSION, or FILE.hw with the text of an IR"
     assert mistake_of(capsys, "inspect", str(missing)) == f"{missing}: No such file or directory; {remedy}"
+    text.write_bytes(b"\xef\xbb\xbf" + text.read_bytes())  # with a byte order mark
     (latin := tmp_path / "latin.hw").write_bytes(b"\xe9")
     assert mistake_of(capsys, "inspect", str(latin)) == f"{latin}: byte 0 is not UTF-8; give the text of an IR"
     assert mistake_of(capsys, "inspect", "missing.hw") == f"missing.hw: No such file or directory; {remedy}"

@@ -73,7 +73,7 @@ def load_program(reference: str, constants: Mapping[str, Any] | None = None) -> 
 def _parse_ir(file: str) -> Fusion | HostProgram:
     content = _content(Path(file))
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")  # editors on Windows may write a byte order mark
         return Fusion.parse(text) if re.search(r"^fusion @", text, re.M) else HostProgram.parse(text)
     except ParseError as error:
         raise ParseError(f"{file}: {error}") from None
