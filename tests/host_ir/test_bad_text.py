@@ -126,6 +126,9 @@ BAD_HOSTS = {
     host(f"%a = allocate f32[{'ceil(' * 5000}M"): "more than 64 nested bodies or parentheses",
     host("%a = allocate f32[M/0]"): "line 2, column 21: .* is divided by 0; divide by at least 1",
     host(f"%i = {BIG}"): "line 2, column 8: an int of 400 digits",
+    host(
+        "if 0 < rank.x < 2 {\n  }"
+    ): "line 2, column 17: a comparison cannot be compared: write one `if` inside of another, or parentheses",
     host("%a = chunk %x[0: 0 of 0]"): "the number of chunks must be at least 1",
     host("all_to_all %x -> %y on *"): "line 2, column .*expected a name, found '\\*'",
     host("all_to_all %x -> %y on x"): "channel x is not declared: add channels\\(x: ...\\) to the header; declared: none",
@@ -141,7 +144,7 @@ BAD_HOSTS = {
     CPU_DEVICE.replace("mesh(x=2)", "mesh(x=2, x=2)"): "line 1, column .*mesh axis x is given twice",
     CPU_DEVICE.replace("mesh(x=2)", f"mesh(x=2) streams(loop[{2**40}])").replace(
         "BODY", ""
-    ): f"loop\\[{2**40}\\] is more than 65536: declare fewer",
+    ): f"loop\\[{2**40}\\] is more than 1024: declare fewer",
     "kernel @k(%a: f32[M/2]) {\n  %b: f32[M/2] = negative(%a)\n  %c: f32[M/2] = exp(%a)\n  return %b, %c\n}\n"
     + host(
         "%a = allocate f32[M/2]\n  launch @k %x -> %a, %a"
@@ -159,10 +162,13 @@ def test_a_host_text_with_excessive_sizes(source: str, message: str) -> None:
 
 def test_local_sizes_in_an_expression_parse_back() -> None:
     program = read_host(
-        host("if local(M, x) % 2 + ceil(M/2) * 2 == 0 {\n    copy %x -> %y\n  }").replace("mesh(x=2)", "mesh(x=2) uneven(M)")
+        host("if local(M, x) % 2 + ceil(M/2) * 2 == 0 {\n    copy %x -> %y\n  }\nif (0 < rank.x) == (M < 2) {\n}").replace(
+            "mesh(x=2)", "mesh(x=2) uneven(M)"
+        )
     )
     assert HostProgram.parse(str(program)) == program
     assert "if local(M, x) % 2 + ceil(M/2) * 2 == 0 {" in str(program)
+    assert "if (0 < rank.x) == (M < 2) {" in str(program)
 
 
 @pytest.mark.parametrize("chunks", [2**13, 2**32])

@@ -80,6 +80,7 @@ BODIES = {
     "%i = 1 % rank.x": "text:2: @t: %i = 1 % rank.x: 1 % rank.x: " + DIVISOR,
     "%i = rank.x % -3": "text:2: @t: %i = rank.x % -3: rank.x % -3: " + DIVISOR,
     "%i = rank.x / (0 - M)": "text:2: @t: %i = rank.x / (0 - M): rank.x / (0 - M): " + DIVISOR,
+    f"%i = rank.x * {2**62}": f"text:2: @t: %i = rank.x * {2**62}: {2**62} may overflow int64_t in a sum or product: write at most {2**48}",
     "%i = 3 / M": "text:2: @t: %i = 3 / M: 3 / M: " + DIVISOR,
     "for %i in 0..2 {\n%j = %i / (M / 4)\n}": "text:3: @t: %j = %i / (M / 4): %i / (M / 4): " + DIVISOR,
     "%i = rank.x / (M - 4)": "text:2: @t: %i = rank.x / (M - 4): rank.x / (M - 4): " + DIVISOR,
@@ -90,6 +91,9 @@ BODIES = {
         "text:5: @t: deallocate %b: %b is allocated outside of this loop or branch: deallocate it there, to free it once on each rank"
     ),
     "for %i in 0..K {\n}": "text:2: @t: for %i in 0..K: K is not a size of any input or output; the sizes are M",
+    "matmul %x, %x scaled nan -> %y": "text:2: @t: matmul %x, %x scaled nan -> %y: scaled nan: write a finite number",
+    "attention %x, %x, %x scaled inf -> %y": "text:2: @t: attention %x, %x, %x scaled inf -> %y: scaled inf: write a finite number",
+    "%b = allocate u8[4]\nfill %b with -1": "text:3: @t: fill %b with -1: u8 cannot hold -1: write an int from 0 to 255",
     # memory and views
     "%b = allocate f32[K]": "text:2: @t: %b = allocate f32[K]: K is not a size of any input or output",
     "%v = select %x[2: 0]": "text:2: @t: %v = select %x[2: 0]: %x is f32[M/2, 4]: it has no dim 2",
@@ -192,7 +196,9 @@ BODIES = {
     "launch @double %n -> %y": "text:2: @t: launch @double %n -> %y: %n is i32[M/2, 4], and @double takes f32[M/2, 4] as %a",
     "copy %n -> %y": "text:2: @t: copy %n -> %y: dtypes differ: %n is i32[M/2, 4], %y is f32[M/2, 4]; cast first",
     "%b = allocate f32[4]\ncopy %b -> %y": "text:3: @t: copy %b -> %y: shapes differ: %b is f32[4], %y is f32[M/2, 4]",
-    "%b = allocate i32[4]\nfill %b with 0.5": "text:3: @t: fill %b with 0.5: i32 cannot hold 0.5",
+    "%b = allocate i32[4]\nfill %b with 0.5": (
+        "text:3: @t: fill %b with 0.5: i32 cannot hold 0.5: write an int from -2147483648 to 2147483647"
+    ),
     # communication
     "%v = chunk %x[1: 0 of 2]\nsend %v to 0 on x": (
         "text:3: @t: send %v to 0 on x: %v is not contiguous, which communication needs: copy it to a contiguous buffer first"
@@ -295,6 +301,12 @@ PROGRAMS = {
     "host @t(%x: f32[M@x]) -> () mesh(x=2) uneven(K) {\n}\n": ("@t: uneven(K): K is not a size of any input or output; leave it out"),
     "host @t(%x: f32[M@x]) -> (%y: f32[M]) mesh(x=2) uneven(M) {\n  all_gather %x -> %y on x\n}\n": (
         "text:2: @t: all_gather %x -> %y on x: %y must hold 2 x %x, but has M elements, not 2*local(M, x)"
+    ),
+    HEAD.replace("%n: i32[M@x, 4]", "%g: f32[D, M@x, 4] as g_0 to g_2 of gs") + "copy %g -> %y\n}\n": (
+        "text:2: @t: copy %g -> %y: %g is a group of tensors: use one of them, such as %g_i = select %g[0: 0]"
+    ),
+    HEAD.replace("(%y: f32[M@x, 4])", "(%y: f32[M, 4] partial(sum, x))") + "}\n": (
+        "@t: %y is f32[M, 4] partial(sum, x): a caller has no partial sums; reduce it in the program"
     ),
     2 * KERNEL + HEAD + "}\n": "@t: kernel @double is declared twice: rename one",
     "kernel @none() {\n}\n" + HEAD + "}\n": "@t: kernel @none has no ops: give it one",

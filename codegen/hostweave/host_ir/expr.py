@@ -81,6 +81,7 @@ OPERATORS: dict[str, tuple[int, Callable[[Any, Any], int]]] = {  # precedence, a
     "/": (3, operator.floordiv),
     "%": (3, operator.mod),
 }
+COMPARISONS = {op for op, (precedence, _) in OPERATORS.items() if precedence == 1}
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,10 @@ class Binary(Expr):
 
     def __str__(self) -> str:
         precedence = OPERATORS[self.op][0]
-        # A chain of *, / and % is hard to read without parentheses, unless all its operators are *.
-        left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
+        # A chain of *, / and % is hard to read without parentheses, unless all its operators are *. The parser refuses `0 < %i < 3`.
+        left = _parenthesized(
+            self.left, lambda op: OPERATORS[op][0] < precedence or (OPERATORS[op][0] == precedence != 2 and not op == self.op == "*")
+        )
         right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
         return f"{left} {self.op} {right}"
 

@@ -10,7 +10,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.text import parse_op
 from hostweave.fusion_ir.user_kernel import parse_user_kernel
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
+from hostweave.host_ir.expr import COMPARISONS, OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.transports.transport import NAMES, find_transport
 from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.mesh import Mesh
@@ -157,6 +157,8 @@ def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
     while (op := reader.peek()) in OPERATORS and OPERATORS[op][0] >= precedence and reader.line() == reader.line(reader.at - 1):
         reader.take()
         left = Binary(op, left, _parse_expr(reader, OPERATORS[op][0] + 1))
+        if {op, reader.peek()} <= COMPARISONS:
+            reader.fail("a comparison cannot be compared: write one `if` inside of another, or parentheses")
     return left
 
 

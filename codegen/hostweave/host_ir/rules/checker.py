@@ -9,15 +9,15 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_ops
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import channels_of, events_of
-from hostweave.host_ir.expr import Coordinate, Expr, Rank, Symbol, Var, divisions, leaves, range_of
-from hostweave.host_ir.size_requirements import size_of
+from hostweave.host_ir.expr import Const, Coordinate, Expr, Rank, Symbol, Var, divisions, leaves, range_of
+from hostweave.host_ir.size_requirements import MAX_SIZE, size_of
 from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-MAX_POOL = 2**16  # maximum number of streams or events of a pool
+MAX_EVENTS, MAX_STREAMS = 2**16, 2**10  # maximum sizes of pools; each stream has a workspace for matmuls
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Checker:
         self.channels()
         pools: list[ir.Pool] = [*self.program.streams, *self.program.events]
         for pool in pools:
-            if pool.count > MAX_POOL:
-                self.fail(f"{pool.name}[{pool.count}] is more than {MAX_POOL}: declare fewer, and reuse them cyclically (index % count)")
+            most = MAX_STREAMS if isinstance(pool, ir.Streams) else MAX_EVENTS
+            if pool.count > most:
+                self.fail(f"{pool.name}[{pool.count}] is more than {most}: declare fewer, and reuse them cyclically (index % count)")
             if pool.count < 1:
                 self.fail(f"{pool.name}[{pool.count}] is empty: declare at least one")
         self.once([pool.name for pool in pools], "")
@@ -65,6 +66,9 @@ class Checker:
         for name in self.program.symbols():
             if name not in sizes_of_inputs:
                 self.fail(f"no input has a dim {name}, so its size is unknown; add it to an input, or write an int")
+        for p in (*self.program.inputs, *self.program.outputs):
+            if p.type.partial:
+                self.fail(f"%{p.name} is {p.type}: a caller has no partial sums; reduce it in the program")
         for name in self.program.uneven:
             if name not in self.program.symbols():
                 self.fail(f"uneven({name}): {name} is not a size of any input or output; leave it out")
@@ -136,10 +140,13 @@ class Checker:
         raise ProgramError(f"@{self.program.name}: {text}: {message}", self.current.location)
 
     def body(self, body: tree.Body, scope: Scope) -> None:
+        groups = {p.name for p in (*self.program.inputs, *self.program.outputs) if p.group}
         for number, instruction in enumerate(body):
             self.current, self.around, self.number = instruction, body, number
             for name in tree.names(instruction, "read", "write", "alias"):
-                self.buffer(name)
+                source, span = self.buffer(name), instruction.span
+                if name in groups and not (span and span[::2] == (0, Size()) and instruction.chunk_of(source)):
+                    self.fail(f"%{name} is a group of tensors: use one of them, such as %{name}_i = select %{name}[0: 0]")
             guarded = tree.names(instruction, "guard")
             for name in tree.names(instruction, "write"):
                 if name not in guarded and not self.inputs.isdisjoint(self.roots.all_of(name)):
@@ -186,6 +193,8 @@ class Checker:
                 self.fail(f"%{leaf.name} is not a known index: define it above")
             if isinstance(leaf, Coordinate):
                 self.axis(leaf.axis)
+            if isinstance(leaf, Const) and abs(leaf.value) > MAX_SIZE:
+                self.fail(f"{leaf.value} may overflow int64_t in a sum or product: write at most {MAX_SIZE}")
             if isinstance(leaf, Symbol):
                 self.size(Size(1, (leaf.size,)))
 

@@ -1,5 +1,6 @@
 """Verifier rules of memory, views and local computation."""
 
+from math import isfinite
 from typing import Any
 
 from hostweave.fusion_ir.ops.attention import ATTENTION_DTYPES, BOTTOM_RIGHT, KERNEL_HEADS, kernels_for, why_no_bias, why_no_offsets
@@ -87,7 +88,13 @@ def _scaled(c: Checker, i: ir.Matmul) -> None:
             c.fail(f"the scales %{name} do not have a layout that cuBLASLt supports, row-major or column-major: copy them to such a buffer")
 
 
+def _expect_finite_scale(c: Checker, i: ir.Matmul | ir.Attention | ir.AttentionBackward) -> None:
+    if not isfinite(i.scale):
+        c.fail(f"scaled {i.scale}: write a finite number")
+
+
 def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
+    _expect_finite_scale(c, i)
     if i.scales:
         _scaled(c, i)
         _epilogue(c, i)
@@ -204,6 +211,7 @@ def _has(c: Checker, names: tuple[str, ...], wanted: BufferType, what: str) -> N
 
 def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *others: str) -> None:
     c.same_dtype(i.q, i.k, i.v, result, *others)
+    _expect_finite_scale(c, i)
     q, k, v = (c.types[name].shape for name in (i.q, i.k, i.v))
     if c.types[i.q].dtype.name not in ATTENTION_DTYPES:
         c.fail(f"%{i.q} is {c.types[i.q]}: attention supports {', '.join(ATTENTION_DTYPES)}: cast it")
@@ -315,8 +323,10 @@ def _pack(c: Checker, i: ir.Pack, scope: Scope) -> None:
 
 def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
     dtype = c.types[i.dst].dtype
-    if not (dtype.kind == "float" or float(i.value).is_integer()):
-        c.fail(f"{dtype} cannot hold {i.value}")
+    bits = 8 * dtype.itemsize
+    least, most = {"int": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), "bool": (0, 1)}.get(dtype.kind, (0, 2**bits - 1))
+    if not (dtype.kind == "float" or (float(i.value).is_integer() and least <= i.value <= most)):
+        c.fail(f"{dtype} cannot hold {i.value}: write an int from {least} to {most}")
 
 
 RULES: dict[type[tree.Instruction], Rule] = {
