@@ -362,7 +362,7 @@ class SizeReader(Lexer):
         try:
             return Mesh(axes, members)
         except ProgramError as error:
-            self.fail(str(error), start)
+            self.fail(str(error).removeprefix(f"{error.location}: "), start)
 
     def _ranks(self) -> tuple[int, ...]:
         """Parses `ranks 0, 1` or `ranks 4..8`."""
