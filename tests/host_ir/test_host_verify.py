@@ -11,7 +11,7 @@ from lowered_fusions import NAMES, RANKS, program
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Symbol
-from hostweave.host_ir.size_requirements import undivided
+from hostweave.host_ir.size_requirements import not_negative, undivided
 from hostweave.host_ir.verify import verify_host
 from hostweave.types.size import LocalSize, Size
 
@@ -413,3 +413,8 @@ def test_a_quotient_as_divisor_is_a_whole_number_in_a_call() -> None:
     verify_host(host)
     assert undivided(host, {"M": 24}) == {"M": 24}
     assert undivided(host, {"M": 32}) == {}
+
+
+def test_trip_counts_are_not_negative_in_a_call() -> None:
+    host = host_text.parse(HEAD + "for %i in 0..(M - 4) {\ncopy %x -> %y\n}\n}\n")
+    assert list(map(str, not_negative(host))) == ["(M - 4)"]

@@ -49,7 +49,7 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
-    found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
+    found += [*trip_counts(program), *(Size(1, (factor,)) for factor in factors if isinstance(factor, Sum))]
     for op, types_in_kernel in _ops(program):
         if op.kind == "start":  # A dynamic slice needs at least one valid start.
             found.append(types_in_kernel[op.tensors[1]].shape[0] - 1)
