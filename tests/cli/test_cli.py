@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from lowered_fusions import GOLDEN, STAGES, golden
@@ -20,7 +19,6 @@ from lowered_fusions import GOLDEN, STAGES, golden
 import hostweave as hw
 from hostweave.base.paths import EXAMPLES
 from hostweave.build import cache
-from hostweave.cli import main as commands
 from hostweave.cli.demo import repetitions_in
 from hostweave.cli.highlight import has_colours
 from hostweave.cli.main import main
@@ -476,38 +474,3 @@ def test_the_help_lists_all_commands() -> None:
     result = subprocess.run([sys.executable, "-m", "hostweave", "--help"], capture_output=True, text=True, check=True)
     for command in ("demo", "compile", "check", "explain", "inspect", "timeline", "export", "bench", "doctor", "cache"):
         assert f"\n    {command} " in result.stdout
-
-
-def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m hostweave inspect {P2P} | head -1"
-    result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
-    assert result.stderr == ""
-    assert result.stdout.startswith("// ====")
-
-
-@pytest.mark.parametrize("command", ["doctor", "--version"])
-def test_output_that_cannot_be_written_when_the_command_ends(command: str) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-
-    def run(stdout: int | IO[str]) -> tuple[int, str]:
-        arguments = [sys.executable, "-m", "hostweave", command]
-        result = subprocess.run(arguments, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
-        return result.returncode, result.stderr
-
-    assert run(writer) == (0, "")
-    os.close(writer)
-    with open("/dev/full", "w") as full:
-        status, message = run(full)
-    assert status == 1
-    assert message.startswith("hostweave: No space left on device; free space on that disk")
-
-
-def test_an_interrupted_command(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "report", interrupted)
-    assert main(["doctor"]) == 130
-    assert capsys.readouterr().err == "hostweave: interrupted\n"
