@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -50,6 +51,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _process_groups: dict[str, Group] = {}
+_epochs = itertools.count()
 _init_lock = reset_after_fork(threading.Lock())
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -295,7 +297,7 @@ class Group(FallibleGroup):
             if target.name not in self.members:
                 expect_own_devices()
                 device = target.choose_device(self._device, lambda: module.device_for(self.rank, self.local_rank))
-                epoch = self._world.epoch if self._world else ""
+                epoch = self._world.epoch if self._world else next(_epochs)  # a later group of the same name has not failed
                 self.members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count, not self.in_process)
                 if self._has_watchdog and (target.is_asynchronous or not self.in_process):
                     self._watchdogs.append(Watchdog(self))
