@@ -1,4 +1,5 @@
-"""Makes os.fork safe: registered locks are free in the child, and a fork waits for lazy imports and starts of processes."""
+"""Makes os.fork safe: registered locks are free and registered sockets closed in the child, and a fork waits for lazy imports and starts
+of processes."""
 
 import concurrent.futures.thread  # noqa: F401  # imported here, because a lazy import would register fork handlers while a fork waits
 import os
@@ -8,7 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-_Lock = TypeVar("_Lock")
+_T = TypeVar("_T")
 
 _WAIT_TIMEOUT = 10.0  # seconds that a fork waits for each lock; limited, because an import may wait for the forking thread
 
@@ -16,13 +17,20 @@ importing = threading.RLock()  # held during lazy imports; a fork waits for this
 # Held while a process starts. A fork waits for this lock, because the child would keep the pipe of the starting process open.
 starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
+_sockets: WeakSet[Any] = WeakSet()
 _held_locks = threading.local()
 
 
-def reset_after_fork(lock: _Lock) -> _Lock:
+def reset_after_fork(lock: _T) -> _T:
     """Makes a lock free in the child after each fork. Returns the lock."""
     _locks.add(lock)
     return lock
+
+
+def closed_after_fork(socket: _T) -> _T:
+    """Closes a socket in the child after each fork, because the child may outlive this process. Returns the socket."""
+    _sockets.add(socket)
+    return socket
 
 
 def _before() -> None:
@@ -37,6 +45,8 @@ def _in_parent() -> None:
 def _in_child() -> None:
     for lock in (importing, starting, *_locks, *_locks_of_properties()):
         lock._at_fork_reinit()
+    for socket in _sockets:
+        socket.close()
 
 
 def _locks_of_properties() -> list[Any]:

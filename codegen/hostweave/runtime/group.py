@@ -209,9 +209,8 @@ class Group(FallibleGroup):
             raise ArgumentError("group.split: hw.Communicators has no store; split the communicators in the application")
         self.expect_working()
         self._splits += 1
-        signatures = self.agree(
-            CallSignature("group.split", self.name, str(self._splits), bound=json.dumps((color, key))), "", self.timeout
-        )
+        signature = CallSignature("group.split", self.name, str(self._splits), bound=json.dumps((color, key)))
+        signatures = self.agree(signature, "", self.timeout)
         if color is None:
             return None
         given = [json.loads(signature.bound) for signature in signatures]

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hostweave.base.errors import ExecutionError
+from hostweave.base.forks import closed_after_fork
 
 
 class StoreClosed(ExecutionError):
@@ -90,14 +91,13 @@ class TcpServer:
         self._values: dict[str, bytes] = {}
         self.waiting: dict[str, set[asyncio.Future[bytes]]] = {}
         self.unauthenticated: dict[asyncio.StreamWriter, None] = {}  # oldest first
-        self.socket = _listen(addresses)
+        self.socket = closed_after_fork(_listen(addresses))  # a child must not keep the port
         self.port: int = self.socket.getsockname()[1]
         self.loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._linger = 0.0
         self._thread = threading.Thread(target=self._run, name="hostweave store", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self.socket.close)  # a forked child may outlive this process, and must not keep the port
 
     def close(self, linger: float = 0) -> None:
         """Disconnects the clients after at most `linger` seconds, and frees the port."""
@@ -228,8 +228,8 @@ class TcpStore:
     def on_disconnect(self, key: str, value: bytes) -> None:
         """Makes the server set `key` to `value` if this process ends without `close`, unless the key then has a value."""
         if self.will_connection is None:
-            self.will_connection = self._connect(self.address, self.answer_timeout)
-            os.register_at_fork(after_in_child=self.will_connection.close)  # otherwise a forked child would hide the end of this process
+            # A child must not hide the end of this process.
+            self.will_connection = closed_after_fork(self._connect(self.address, self.answer_timeout))
         _send_and_receive(self.will_connection, _WILL, key, value, 0, self.answer_timeout)
 
     def close(self) -> None:
